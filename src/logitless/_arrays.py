@@ -1,0 +1,39 @@
+"""Dimension letters, array aliases and the shape errors that every door shares.
+
+Letters, declared once: B sequences, T positions, N = B * T tokens, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int, Num
+
+Array = jax.Array | np.ndarray
+"""What the public functions take: a JAX array, a tracer, or a numpy array."""
+
+Scalar = float | int | Float[Array, ""] | Int[Array, ""]
+"""A Python number or a traced scalar."""
+
+FloatArray = Float[Array, "..."]
+IntArray = Int[Array, "..."]
+MaskArray = Bool[Array, "..."] | Num[Array, "..."]
+BlockSizes = Mapping[str, int]
+
+
+def shape_error(function: str, given: Mapping[str, object], needed: str) -> ValueError:
+    """The one wording of a shape error: the function, every array given with its shape, what is needed."""
+    parts = [f"{name} {_describe(value)}" for name, value in given.items()]
+    return ValueError(f"{function}: got {', '.join(parts)}; {needed}")
+
+
+def _describe(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"of shape {tuple(shape)}"
+
+
+def is_concrete(*values: object) -> bool:
+    """True when none of the values is traced, so that numbers may be read and checked."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
