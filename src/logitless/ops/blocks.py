@@ -1,0 +1,107 @@
+"""How tokens and vocabulary are cut into blocks, any sizes: places and counts, no arithmetic on values."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+
+class VocabSlice(NamedTuple):
+    """A block of vocabulary columns whose first `stale` ones an earlier block has met (None: never any)."""
+
+    start: Int[Array, ""]
+    size: int
+    stale: Int[Array, ""] | None
+
+    def of(self, x: Array, axis: int) -> Array:
+        """The block's columns of `x`."""
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+
+    def put(self, x: Array, block: Array, axis: int) -> Array:
+        """`x` with these columns replaced, cast to its dtype."""
+        return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), self.start, axis)
+
+    def met(self) -> Bool[Array, " v"] | None:
+        """Columns that count already, or None where no block has any."""
+        return None if self.stale is None else jnp.arange(self.size, dtype=jnp.int32) < self.stale
+
+    def column(self, targets: Int[Array, " n"]) -> Int[Array, " n"]:
+        """The column of each target in this block; -1 where another block owns it."""
+        column = targets - self.start
+        owned = (column >= (0 if self.stale is None else self.stale)) & (column < self.size)
+        return jnp.where(owned, column, -1)
+
+
+class VocabCut(NamedTuple):
+    """V columns in blocks of one size; the last block starts at V - size and meets some columns a second time."""
+
+    vocab: int
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.vocab // self.size)
+
+    def block(self, i: Int[Array, ""] | int) -> VocabSlice:
+        wanted = jnp.asarray(i, jnp.int32) * self.size
+        start = jnp.minimum(wanted, self.vocab - self.size)
+        return VocabSlice(start, self.size, wanted - start if self.vocab % self.size else None)
+
+
+class Rows(NamedTuple):
+    """A block of rows of any array whose first axis is the token axis."""
+
+    start: Int[Array, ""]
+    size: int
+
+    def of(self, x: Array) -> Array:
+        return lax.dynamic_slice_in_dim(x, self.start, self.size)
+
+    def put(self, x: Array, rows: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
+
+
+class TokenCut(NamedTuple):
+    """The tokens that count, listed at the front and cut into blocks, so that the blocks behind them never run.
+
+    Attributes:
+        order: token in each place; N where a place holds none.
+        slots: place of each token; past the end where a token does not count.
+        size: tokens of a block.
+        blocks: how many blocks hold a token: a run-time number where a mask decides.
+    """
+
+    order: Int[Array, " K"]
+    slots: Int[Array, " N"]
+    size: int
+    blocks: Int[Array, ""] | int
+
+    def rows(self, j: Int[Array, ""] | int) -> Rows:
+        return Rows(jnp.asarray(j, jnp.int32) * self.size, self.size)
+
+    def gather(self, x: Array, fill: float = 0) -> Array:
+        """Rows of `x` in places; `fill` where a place holds no token."""
+        return take(x, self.order, fill)
+
+    def scatter(self, x: Array) -> Array:
+        """Rows of `x` back at their tokens; 0 at tokens that do not count."""
+        return take(x, self.slots)
+
+
+def cut_tokens(mask: Bool[Array, " N"] | None, count: int, size: int) -> TokenCut:
+    """Cuts `count` tokens into blocks of `size`, those that `mask` keeps first."""
+    size = min(size, count)
+    places = -(-count // size) * size
+    if mask is None:
+        order = jnp.arange(places, dtype=jnp.int32)
+        return TokenCut(order, jnp.arange(count, dtype=jnp.int32), size, places // size)
+    (order,) = jnp.nonzero(mask, size=places, fill_value=count)
+    rank = jnp.cumsum(mask, dtype=jnp.int32)
+    slots = jnp.where(mask, rank - 1, places)
+    return TokenCut(order.astype(jnp.int32), slots, size, -(-rank[-1] // size))
+
+
+def take(x: Array, index: Int[Array, " k"], fill: float = 0) -> Array:
+    """Rows of `x`; an index past its end gives `fill`, and never touches what stands elsewhere."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=fill)

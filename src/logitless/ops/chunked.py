@@ -1,0 +1,253 @@
+"""Blocks of logits by XLA, on any device: no more than one `[block_n, block_v]` tile lives at a time.
+
+Both sweeps walk the vocabulary outside and the tokens inside, so that a block of the head is read once and its gradient
+is finished, in float32 over all tokens, before it is written once in the head's dtype. The last vocabulary block meets
+some columns twice: they are written again with the same gradient and count once everywhere else, which costs less than
+a padded copy of the head.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens, take
+from logitless.ops.softmax import accumulator, d_logits_tile, finish, meet, row_terms, start, transform_logits
+from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+
+BLOCK_N = 512
+BLOCK_V = 2048
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Differentiated:
+    """Which inputs a gradient is wanted for: travels with the residuals, and stays a static choice there."""
+
+    hidden: bool
+    lm_head: bool
+    bias: bool
+
+
+class _Residuals(NamedTuple):
+    hidden: Float[Array, "N D"]
+    lm_head: Float[Array, "..."]
+    bias: Float[Array, " V"] | None
+    targets: Int[Array, " N"]
+    mask: Bool[Array, " N"] | None
+    scalars: LogitScalars
+    stats: TokenStats
+    differentiated: _Differentiated
+
+
+def linear_token_stats_chunked(
+    hidden: Float[Array, "N D"],
+    lm_head: Float[Array, "..."],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+) -> TokenStats:
+    """`TokenStats` of N tokens; the contract is that of `logitless.ops.api.linear_token_stats`."""
+    return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _token_stats(hidden, lm_head, bias, targets, mask, scalars, options):
+    return _forward(hidden, lm_head, bias, targets, mask, scalars, options)
+
+
+# The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
+    if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
+        raise NotImplementedError(
+            "linear_token_stats: implementation 'chunked' does not differentiate temperature, softcap and logit_scale; "
+            "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
+        )
+    differentiated = _Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    hidden, lm_head, bias, targets, mask, scalars = jax.tree.map(
+        lambda primal: primal.value, (hidden, lm_head, bias, targets, mask, scalars)
+    )
+    # The backward pass starts from log-probability and lse, whatever the caller asked for.
+    stats = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs", "lse"))
+    residuals = _Residuals(hidden, lm_head, bias, targets, mask, scalars, stats, differentiated)
+    asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
+    return asked, residuals
+
+
+def _token_stats_bwd(options, residuals, cotangents):
+    d_stats = TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
+    return *_backward(residuals, d_stats, options), None, None, None
+
+
+_token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
+
+
+def _forward(
+    hidden: Float[Array, "N D"],
+    lm_head: Float[Array, "..."],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    also: tuple[str, ...] = (),
+) -> TokenStats:
+    tokens, vocab = _cut(hidden, lm_head, mask, options)
+    dtype = accumulator(hidden, lm_head)
+    targets = tokens.gather(targets, vocab.vocab)
+
+    def vocab_step(i, running):
+        columns = vocab.block(i)
+        w, b = _head_block(lm_head, bias, columns, options)
+
+        def token_step(j, running):
+            rows = tokens.rows(j)
+            z = _logits_tile(take(hidden, rows.of(tokens.order)), w, b, scalars, options, dtype)
+            met = meet(jax.tree.map(rows.of, running), z, columns.column(rows.of(targets)), columns.met())
+            return jax.tree.map(rows.put, running, met)
+
+        return lax.fori_loop(0, tokens.blocks, token_step, running)
+
+    running = start(targets.shape[0], dtype, options.outputs)
+    running = lax.fori_loop(0, vocab.blocks, vocab_step, running)
+    stats = finish(running, targets < vocab.vocab, vocab.vocab, (*options.outputs, *also))
+    return jax.tree.map(tokens.scatter, stats)
+
+
+class _Gradients(NamedTuple):
+    """Gradients on their way, None where nobody asks: of hidden in places, of a block of the head as `[D, v]`."""
+
+    hidden: Float[Array, "K D"] | None
+    lm_head: Float[Array, "..."] | None
+    bias: Float[Array, " v"] | None
+
+
+def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> _Gradients:
+    hidden, lm_head, bias, targets, mask, scalars, stats, wanted = residuals
+    live = [d != 0 for d in d_stats if d is not None]
+    if not live:
+        return _Gradients(None, None, None)
+    active = functools.reduce(jnp.logical_or, live)
+    tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
+    dtype = accumulator(hidden, lm_head)
+    targets = tokens.gather(targets, vocab.vocab)
+    terms = jax.tree.map(tokens.gather, row_terms(stats, d_stats, scalars, vocab.vocab))
+    # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
+    terms = terms._replace(lse=jnp.where(tokens.order < hidden.shape[0], terms.lse, jnp.finfo(dtype).max))
+    v_axis = options.layout.index("V")
+
+    def vocab_step(i, total):
+        columns = vocab.block(i)
+        w, b = _head_block(lm_head, bias, columns, options)
+        fresh = w
+        if (met := columns.met()) is not None:
+            # Columns met before must not reach d_hidden a second time.
+            fresh = jnp.where(jnp.expand_dims(met, 1 - v_axis), jnp.zeros_like(w), w)
+
+        def token_step(j, block):
+            rows = tokens.rows(j)
+            h = take(hidden, rows.of(tokens.order))
+            z = _logits_tile(h, w, b, scalars, options, dtype)
+            d_x = d_logits_tile(z, rows.of(targets) - columns.start, jax.tree.map(rows.of, terms), scalars)
+            return _add_products(block, d_x, h, fresh, rows, options)
+
+        block = _Gradients(
+            total.hidden,
+            # [D, v] in both layouts: the product that transposes the smaller side is the faster one.
+            jnp.zeros((hidden.shape[1], vocab.size), dtype) if wanted.lm_head else None,
+            jnp.zeros(vocab.size, dtype) if wanted.bias else None,
+        )
+        block = lax.fori_loop(0, tokens.blocks, token_step, block)
+        return _Gradients(
+            block.hidden,
+            columns.put(total.lm_head, block.lm_head if v_axis else jnp.transpose(block.lm_head), v_axis)
+            if wanted.lm_head
+            else None,
+            columns.put(total.bias, block.bias, 0) if wanted.bias else None,
+        )
+
+    total = _Gradients(
+        jnp.zeros((targets.shape[0], hidden.shape[1]), dtype) if wanted.hidden else None,
+        jnp.zeros_like(lm_head) if wanted.lm_head else None,
+        jnp.zeros_like(bias) if wanted.bias else None,
+    )
+    total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
+    if total.hidden is not None:
+        total = total._replace(hidden=tokens.scatter(total.hidden.astype(hidden.dtype)))
+    return total
+
+
+def _add_products(
+    block: _Gradients,
+    d_x: Float[Array, "n v"],
+    h: Float[Array, "n D"],
+    w: Float[Array, "..."],
+    rows: Rows,
+    options: HeadOptions,
+) -> _Gradients:
+    """Adds what a tile of logit gradients gives to each gradient that is wanted."""
+    d_hidden, d_w, d_bias = block
+    if d_bias is not None:
+        d_bias += jnp.sum(d_x, axis=0)
+    dtype = d_x.dtype
+    # The one downcast of the logit gradient, for both products.
+    d_x = d_x.astype(jnp.promote_types(h.dtype, w.dtype))
+    if d_hidden is not None:
+        grown = rows.of(d_hidden) + _product(d_x, w, (1, options.layout.index("V")), dtype, options)
+        d_hidden = rows.put(d_hidden, grown)
+    if d_w is not None:
+        d_w += _product(h, d_x, (0, 0), dtype, options)
+    return _Gradients(d_hidden, d_w, d_bias)
+
+
+def _cut(
+    hidden: Float[Array, "N D"], lm_head: Float[Array, "..."], mask: Bool[Array, " N"] | None, options: HeadOptions
+) -> tuple[TokenCut, VocabCut]:
+    vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
+    return cut_tokens(mask, hidden.shape[0], options.block_n or BLOCK_N), vocab
+
+
+def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
+    """Blocks of a quarter of the vocabulary at most: a small problem holds no `[N, V]` array either."""
+    return VocabCut(vocab, min(options.block_v or min(BLOCK_V, -(-vocab // 4)), vocab))
+
+
+def _head_block(
+    lm_head: Float[Array, "..."], bias: Float[Array, " V"] | None, columns: VocabSlice, options: HeadOptions
+) -> tuple[Float[Array, "..."], Float[Array, " v"] | None]:
+    return columns.of(lm_head, options.layout.index("V")), None if bias is None else columns.of(bias, 0)
+
+
+def _logits_tile(
+    h: Float[Array, "n D"],
+    w: Float[Array, "..."],
+    bias: Float[Array, " v"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    dtype: jnp.dtype,
+) -> Float[Array, "n v"]:
+    x = _product(h, w, (1, options.layout.index("D")), dtype, options)
+    if bias is not None:
+        x += bias.astype(dtype)
+    if options.logits_dtype is not None:
+        x = x.astype(options.logits_dtype).astype(dtype)
+    return transform_logits(x, scalars)
+
+
+def _product(
+    x: Array, y: Array, contract: tuple[int, int], dtype: jnp.dtype, options: HeadOptions
+) -> Float[Array, "a b"]:
+    """A product in the wider of the two dtypes, accumulated and returned in `dtype`."""
+    common = jnp.promote_types(x.dtype, y.dtype)
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    precision = lax.Precision.HIGHEST if options.precision is None and common == jnp.float32 else options.precision
+    return lax.dot_general(
+        x.astype(common), y.astype(common), dimensions, precision=precision, preferred_element_type=dtype
+    )

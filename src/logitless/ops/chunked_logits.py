@@ -1,0 +1,82 @@
+"""Logits that the caller already holds, read in blocks by XLA: no second array of their size but their gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from logitless.ops.chunked import vocab_cut
+from logitless.ops.softmax import accumulator, d_logits_tile, finish, meet, row_terms, start, transform_logits
+from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+
+
+def token_stats_chunked(
+    logits: Float[Array, "N V"],
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+) -> TokenStats:
+    """`TokenStats` of N rows of logits; the contract is that of `logitless.ops.api.token_stats`."""
+    return _token_stats(logits, targets, mask, scalars, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_stats(logits, targets, mask, scalars, options):
+    return _forward(logits, targets, mask, scalars, options)
+
+
+# The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+def _token_stats_fwd(logits, targets, mask, scalars, options):
+    if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
+        raise NotImplementedError(
+            "token_stats: implementation 'chunked' does not differentiate temperature, softcap and logit_scale; "
+            "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
+        )
+    logits, targets, mask, scalars = jax.tree.map(lambda primal: primal.value, (logits, targets, mask, scalars))
+    # The backward pass starts from log-probability and lse, whatever the caller asked for.
+    stats = _forward(logits, targets, mask, scalars, options, also=("logprobs", "lse"))
+    asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
+    return asked, (logits, targets, mask, scalars, stats)
+
+
+def _token_stats_bwd(options, residuals, cotangents):
+    logits, targets, mask, scalars, stats = residuals
+    d_stats = TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
+    if not any(d is not None for d in d_stats):
+        return None, None, None, None
+    terms = row_terms(stats, d_stats, scalars, logits.shape[1])
+    z = transform_logits(logits.astype(accumulator(logits)), scalars)
+    # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
+    d_logits = d_logits_tile(z, targets, terms, scalars)
+    if mask is not None:
+        d_logits = jnp.where(mask[:, None], d_logits, 0.0)
+    return d_logits.astype(logits.dtype), None, None, None
+
+
+_token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
+
+
+def _forward(
+    logits: Float[Array, "N V"],
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    also: tuple[str, ...] = (),
+) -> TokenStats:
+    vocab = logits.shape[1]
+    cut = vocab_cut(vocab, options)
+    dtype = accumulator(logits)
+
+    def step(i, running):
+        block = cut.block(i)
+        z = transform_logits(block.of(logits, 1).astype(dtype), scalars)
+        return meet(running, z, block.column(targets), block.met())
+
+    running = lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, options.outputs))
+    stats = finish(running, targets < vocab, vocab, (*options.outputs, *also))
+    return stats if mask is None else jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)

@@ -1,0 +1,205 @@
+"""One softmax met block by block, and its gradient: the arithmetic that every blocked implementation shares.
+
+The target's own column never enters the running sums. It joins at the end, so that a log-probability close to 0 is
+computed as `-softplus(lse of the others - z_target)` and keeps the digits that `z_target - lse` would lose.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from logitless.ops.types import LogitScalars, TokenStats
+
+
+def accumulator(*arrays: Array) -> jnp.dtype:
+    """Float32, or float64 where an input is float64: the dtype of sums, logits and statistics."""
+    return functools.reduce(jnp.promote_types, (x.dtype for x in arrays), jnp.dtype(jnp.float32))
+
+
+def transform_logits(x: Float[Array, "n v"], scalars: LogitScalars) -> Float[Array, "n v"]:
+    """`softcap tanh(x logit_scale / softcap) / temperature`; -inf stays -inf."""
+    if scalars.logit_scale is not None:
+        x *= scalars.logit_scale.astype(x.dtype)
+    if scalars.softcap is not None:
+        cap = scalars.softcap.astype(x.dtype)
+        x = jnp.where(x == -jnp.inf, -jnp.inf, cap * jnp.tanh(x / cap))
+    if scalars.temperature is not None:
+        x /= scalars.temperature.astype(x.dtype)
+    return x
+
+
+class Running(NamedTuple):
+    """Online softmax of the columns met so far without the target's own, which joins exactly at the end.
+
+    Attributes:
+        maximum: of the other columns' logits z.
+        total: sum of e^(z - maximum).
+        weighted: sum of e^(z - maximum) (z - maximum), for the entropy.
+        plain: sum of z over all columns.
+        target: the target's logit, -inf until it is met.
+    """
+
+    maximum: Float[Array, " n"]
+    total: Float[Array, " n"]
+    weighted: Float[Array, " n"] | None
+    plain: Float[Array, " n"] | None
+    target: Float[Array, " n"]
+
+
+def start(count: int, dtype: jnp.dtype, outputs: tuple[str, ...]) -> Running:
+    """An online softmax that has met no column yet."""
+    zeros = jnp.zeros(count, dtype)
+    return Running(
+        maximum=zeros - jnp.inf,
+        total=zeros,
+        weighted=zeros if "entropy" in outputs else None,
+        plain=zeros if "mean_logits" in outputs else None,
+        target=zeros - jnp.inf,
+    )
+
+
+def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met: Bool[Array, " v"] | None) -> Running:
+    """Adds a tile of logits to the online softmax.
+
+    Args:
+        running: the sums over the columns before.
+        z: the tile, after softcap and temperature.
+        column: the target's column within the tile, -1 where it stands in another.
+        met: columns that an earlier tile has counted, or None where there are none.
+
+    Returns:
+        The sums with the tile's columns in them.
+    """
+    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)
+    others = jnp.where(own if met is None else own | met, -jnp.inf, z)
+    maximum = jnp.maximum(running.maximum, jnp.max(others, axis=1))
+    # Where every column so far is -inf the maximum is no number to subtract.
+    shift_by = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    shift = running.maximum - shift_by
+    rescale = jnp.exp(shift)
+    shifted = others - shift_by[:, None]
+    e = jnp.exp(shifted)
+    weighted, plain = running.weighted, running.plain
+    if weighted is not None:
+        carried = jnp.where(shift == -jnp.inf, 0.0, rescale * (weighted + running.total * shift))
+        weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=1)
+    if plain is not None:
+        plain = plain + jnp.sum(z if met is None else jnp.where(met, 0.0, z), axis=1)
+    # One element a row is cheaper to fetch than a masked sum over the tile.
+    target = jnp.take_along_axis(z, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
+    return Running(
+        maximum=maximum,
+        total=running.total * rescale + jnp.sum(e, axis=1),
+        weighted=weighted,
+        plain=plain,
+        target=jnp.where(column >= 0, target, running.target),
+    )
+
+
+def finish(running: Running, in_vocab: Bool[Array, " K"], vocab: int, wanted: tuple[str, ...]) -> TokenStats:
+    """Lets the target's column join and turns the running sums into statistics."""
+    others = running.maximum + jnp.log(running.total)
+    maximum = jnp.maximum(running.maximum, running.target)
+    finite = maximum > -jnp.inf
+    # -softplus keeps the digits of a log-probability near 0, where target - lse cancels.
+    logprobs = jnp.where(in_vocab & finite, -jax.nn.softplus(others - running.target), jnp.nan)
+    lse = jnp.where(finite, jnp.logaddexp(others, running.target), jnp.nan)
+    stats = TokenStats(
+        logprobs=logprobs if "logprobs" in wanted else None,
+        lse=lse if "lse" in wanted else None,
+        mean_logits=None if running.plain is None else running.plain / vocab,
+    )
+    if running.weighted is None:
+        return stats
+    shift_others, shift_target = running.maximum - maximum, running.target - maximum
+    e_others, e_target = jnp.exp(shift_others), jnp.exp(shift_target)
+    total = running.total * e_others + e_target
+    weighted = jnp.where(shift_others == -jnp.inf, 0.0, e_others * (running.weighted + running.total * shift_others))
+    weighted += jnp.where(shift_target == -jnp.inf, 0.0, e_target * shift_target)
+    return stats._replace(entropy=jnp.where(finite, jnp.log(total) - weighted / total, jnp.nan))
+
+
+class RowTerms(NamedTuple):
+    """What a row's logit gradient is made of: `p (shared - entropy (z - lse)) + mean`, and `target` at the target."""
+
+    lse: Float[Array, " K"]
+    shared: Float[Array, " K"]
+    target: Float[Array, " K"]
+    entropy: Float[Array, " K"] | None
+    mean: Float[Array, " K"] | None
+
+
+def row_terms(stats: TokenStats, d_stats: TokenStats, scalars: LogitScalars, vocab: int) -> RowTerms:
+    """Per-token terms of the gradient of the product `h W + b`, logit_scale / temperature included.
+
+    Args:
+        stats: log-probabilities and lse, and entropy where its cotangent is given.
+        d_stats: cotangents; None stands for zero.
+        scalars: as the forward pass had them.
+        vocab: V.
+
+    Returns:
+        The terms that `d_logits_tile` takes.
+    """
+    assert stats.logprobs is not None and stats.lse is not None
+    zeros = jnp.zeros_like(stats.lse)
+    # A target without probability, or outside the vocabulary, has no gradient to give.
+    given = jnp.isfinite(stats.logprobs)
+    d_logprobs = zeros if d_stats.logprobs is None else jnp.where(given, d_stats.logprobs, 0.0)
+    d_lse = zeros if d_stats.lse is None else d_stats.lse
+    logprobs = jnp.where(given, stats.logprobs, 0.0)
+    p_target = jnp.exp(logprobs)
+    shared = d_lse - d_logprobs
+    # 1 - p comes from the log-probability itself: a peaked token keeps its digits.
+    target = p_target * d_lse - jnp.expm1(logprobs) * d_logprobs
+    if d_stats.entropy is not None:
+        assert stats.entropy is not None
+        shared -= d_stats.entropy * stats.entropy
+        target -= p_target * d_stats.entropy * (logprobs + stats.entropy)
+    mean = None
+    if d_stats.mean_logits is not None:
+        mean = d_stats.mean_logits / vocab
+        target += mean
+    factor = jnp.ones((), zeros.dtype) if scalars.logit_scale is None else scalars.logit_scale.astype(zeros.dtype)
+    if scalars.temperature is not None:
+        factor /= scalars.temperature.astype(zeros.dtype)
+    return RowTerms(
+        lse=stats.lse,
+        shared=shared * factor,
+        target=target * factor,
+        entropy=None if d_stats.entropy is None else d_stats.entropy * factor,
+        mean=None if mean is None else mean * factor,
+    )
+
+
+def d_logits_tile(
+    z: Float[Array, "n v"], column: Int[Array, " n"], terms: RowTerms, scalars: LogitScalars
+) -> Float[Array, "n v"]:
+    """Gradient of the product `h W + b`, from the logits of a tile.
+
+    Args:
+        z: the tile, after softcap and temperature.
+        column: the target's column within the tile; any other number where it stands elsewhere.
+        terms: of the tile's rows, from `row_terms`.
+        scalars: as the forward pass had them.
+
+    Returns:
+        The gradient, in the dtype of `z`; 0 where z is -inf.
+    """
+    shifted = z - terms.lse[:, None]
+    weight = terms.shared[:, None]
+    if terms.entropy is not None:
+        weight = weight - terms.entropy[:, None] * shifted
+    d_x = jnp.exp(shifted) * weight
+    if terms.mean is not None:
+        d_x += terms.mean[:, None]
+    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)
+    d_x = jnp.where(own, terms.target[:, None], d_x)
+    if scalars.softcap is not None:
+        capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
+        d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))
+    # Selected, not multiplied: 0 times an infinite factor is no zero.
+    return jnp.where(z == -jnp.inf, 0.0, d_x)

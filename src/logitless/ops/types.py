@@ -1,0 +1,59 @@
+"""What the door hands to every implementation: plain data, no arithmetic."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+Layout = Literal["DV", "VD"]
+OutputName = Literal["logprobs", "lse", "entropy", "mean_logits"]
+PrecisionLike = jax.lax.PrecisionLike
+OUTPUT_NAMES: tuple[OutputName, ...] = ("logprobs", "lse", "entropy", "mean_logits")
+
+
+class TokenStats(NamedTuple):
+    """Per-token numbers of one softmax, each of the shape of `targets`; None where not asked for.
+
+    Attributes:
+        logprobs: log-probability of the target, in nats.
+        lse: log-sum-exp of the logits after softcap and temperature, in nats.
+        entropy: entropy of the softmax, in nats.
+        mean_logits: mean of the logits over the true vocabulary.
+    """
+
+    logprobs: Float[Array, "..."] | None = None
+    lse: Float[Array, "..."] | None = None
+    entropy: Float[Array, "..."] | None = None
+    mean_logits: Float[Array, "..."] | None = None
+
+
+class LogitScalars(NamedTuple):
+    """`z = softcap tanh(x logit_scale / softcap) / temperature`; None leaves the step out of the program."""
+
+    temperature: Float[Array, ""] | None = None
+    softcap: Float[Array, ""] | None = None
+    logit_scale: Float[Array, ""] | None = None
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The static choices of a call: hashable, known when the program is traced.
+
+    Attributes:
+        layout: `"DV"` for a head `[D, V]`, `"VD"` for `[V, D]`.
+        outputs: the fields of `TokenStats` to compute.
+        logits_dtype: dtype that the products are rounded to before anything else, or None.
+        precision: of the products, as `jax.lax.dot_general` takes it.
+        block_n: tokens of a block, or None for the implementation's own rule.
+        block_v: vocabulary columns of a block, or None for the implementation's own rule.
+        block_d: hidden columns of a block, or None for the implementation's own rule.
+    """
+
+    layout: Layout = "DV"
+    outputs: tuple[OutputName, ...] = ("logprobs",)
+    logits_dtype: str | None = None
+    precision: PrecisionLike = None
+    block_n: int | None = None
+    block_v: int | None = None
+    block_d: int | None = None
