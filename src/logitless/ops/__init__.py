@@ -1,0 +1,1 @@
+"""Hidden states, or logits, to per-token statistics. `api` is the door."""

@@ -80,7 +80,7 @@ class TokenCut(NamedTuple):
     def rows(self, j: Int[Array, ""] | int) -> Rows:
         return Rows(jnp.asarray(j, jnp.int32) * self.size, self.size)
 
-    def gather(self, x: Array, fill: float = 0) -> Array:
+    def gather(self, x: Array, fill: float | int = 0) -> Array:
         """Rows of `x` in places; `fill` where a place holds no token."""
         return take(x, self.order, fill)
 
@@ -102,6 +102,6 @@ def cut_tokens(mask: Bool[Array, " N"] | None, count: int, size: int) -> TokenCu
     return TokenCut(order.astype(jnp.int32), slots, size, -(-rank[-1] // size))
 
 
-def take(x: Array, index: Int[Array, " k"], fill: float = 0) -> Array:
+def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:
     """Rows of `x`; an index past its end gives `fill`, and never touches what stands elsewhere."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=fill)

@@ -17,7 +17,16 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens, take
-from logitless.ops.softmax import accumulator, d_logits_tile, finish, meet, row_terms, start, transform_logits
+from logitless.ops.softmax import (
+    Normaliser,
+    accumulator,
+    d_logits_tile,
+    finish,
+    meet,
+    row_terms,
+    start,
+    transform_logits,
+)
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 BLOCK_N = 512
@@ -42,6 +51,7 @@ class _Residuals(NamedTuple):
     mask: Bool[Array, " N"] | None
     scalars: LogitScalars
     stats: TokenStats
+    normaliser: Normaliser
     differentiated: _Differentiated
 
 
@@ -60,7 +70,7 @@ def linear_token_stats_chunked(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _token_stats(hidden, lm_head, bias, targets, mask, scalars, options):
-    return _forward(hidden, lm_head, bias, targets, mask, scalars, options)
+    return _forward(hidden, lm_head, bias, targets, mask, scalars, options)[0]
 
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
@@ -74,9 +84,9 @@ def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
     hidden, lm_head, bias, targets, mask, scalars = jax.tree.map(
         lambda primal: primal.value, (hidden, lm_head, bias, targets, mask, scalars)
     )
-    # The backward pass starts from log-probability and lse, whatever the caller asked for.
-    stats = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs", "lse"))
-    residuals = _Residuals(hidden, lm_head, bias, targets, mask, scalars, stats, differentiated)
+    # The backward pass starts from the log-probability, whatever the caller asked for.
+    stats, normaliser = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs",))
+    residuals = _Residuals(hidden, lm_head, bias, targets, mask, scalars, stats, normaliser, differentiated)
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
     return asked, residuals
 
@@ -98,7 +108,7 @@ def _forward(
     scalars: LogitScalars,
     options: HeadOptions,
     also: tuple[str, ...] = (),
-) -> TokenStats:
+) -> tuple[TokenStats, Normaliser]:
     tokens, vocab = _cut(hidden, lm_head, mask, options)
     dtype = accumulator(hidden, lm_head)
     targets = tokens.gather(targets, vocab.vocab)
@@ -117,8 +127,8 @@ def _forward(
 
     running = start(targets.shape[0], dtype, options.outputs)
     running = lax.fori_loop(0, vocab.blocks, vocab_step, running)
-    stats = finish(running, targets < vocab.vocab, vocab.vocab, (*options.outputs, *also))
-    return jax.tree.map(tokens.scatter, stats)
+    results = finish(running, targets < vocab.vocab, vocab.vocab, (*options.outputs, *also))
+    return jax.tree.map(tokens.scatter, results)
 
 
 class _Gradients(NamedTuple):
@@ -130,7 +140,7 @@ class _Gradients(NamedTuple):
 
 
 def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> _Gradients:
-    hidden, lm_head, bias, targets, mask, scalars, stats, wanted = residuals
+    hidden, lm_head, bias, targets, mask, scalars, stats, normaliser, wanted = residuals
     live = [d != 0 for d in d_stats if d is not None]
     if not live:
         return _Gradients(None, None, None)
@@ -138,9 +148,10 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
     tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
     dtype = accumulator(hidden, lm_head)
     targets = tokens.gather(targets, vocab.vocab)
-    terms = jax.tree.map(tokens.gather, row_terms(stats, d_stats, scalars, vocab.vocab))
+    terms = row_terms(stats, normaliser, d_stats, scalars, vocab.vocab)
     # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
-    terms = terms._replace(lse=jnp.where(tokens.order < hidden.shape[0], terms.lse, jnp.finfo(dtype).max))
+    nowhere = tokens.gather(terms.maximum, float(jnp.finfo(dtype).max))
+    terms = jax.tree.map(tokens.gather, terms)._replace(maximum=nowhere)
     v_axis = options.layout.index("V")
 
     def vocab_step(i, total):

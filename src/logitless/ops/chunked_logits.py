@@ -9,7 +9,16 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.chunked import vocab_cut
-from logitless.ops.softmax import accumulator, d_logits_tile, finish, meet, row_terms, start, transform_logits
+from logitless.ops.softmax import (
+    Normaliser,
+    accumulator,
+    d_logits_tile,
+    finish,
+    meet,
+    row_terms,
+    start,
+    transform_logits,
+)
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 
@@ -26,7 +35,7 @@ def token_stats_chunked(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_stats(logits, targets, mask, scalars, options):
-    return _forward(logits, targets, mask, scalars, options)
+    return _forward(logits, targets, mask, scalars, options)[0]
 
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
@@ -37,18 +46,18 @@ def _token_stats_fwd(logits, targets, mask, scalars, options):
             "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
         )
     logits, targets, mask, scalars = jax.tree.map(lambda primal: primal.value, (logits, targets, mask, scalars))
-    # The backward pass starts from log-probability and lse, whatever the caller asked for.
-    stats = _forward(logits, targets, mask, scalars, options, also=("logprobs", "lse"))
+    # The backward pass starts from the log-probability, whatever the caller asked for.
+    stats, normaliser = _forward(logits, targets, mask, scalars, options, also=("logprobs",))
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, (logits, targets, mask, scalars, stats)
+    return asked, (logits, targets, mask, scalars, stats, normaliser)
 
 
 def _token_stats_bwd(options, residuals, cotangents):
-    logits, targets, mask, scalars, stats = residuals
+    logits, targets, mask, scalars, stats, normaliser = residuals
     d_stats = TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
     if not any(d is not None for d in d_stats):
         return None, None, None, None
-    terms = row_terms(stats, d_stats, scalars, logits.shape[1])
+    terms = row_terms(stats, normaliser, d_stats, scalars, logits.shape[1])
     z = transform_logits(logits.astype(accumulator(logits)), scalars)
     # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
     d_logits = d_logits_tile(z, targets, terms, scalars)
@@ -67,7 +76,7 @@ def _forward(
     scalars: LogitScalars,
     options: HeadOptions,
     also: tuple[str, ...] = (),
-) -> TokenStats:
+) -> tuple[TokenStats, Normaliser]:
     vocab = logits.shape[1]
     cut = vocab_cut(vocab, options)
     dtype = accumulator(logits)
@@ -78,5 +87,7 @@ def _forward(
         return meet(running, z, block.column(targets), block.met())
 
     running = lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, options.outputs))
-    stats = finish(running, targets < vocab, vocab, (*options.outputs, *also))
-    return stats if mask is None else jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
+    stats, normaliser = finish(running, targets < vocab, vocab, (*options.outputs, *also))
+    if mask is not None:
+        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
+    return stats, normaliser

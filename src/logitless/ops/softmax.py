@@ -99,44 +99,67 @@ def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met
     )
 
 
-def finish(running: Running, in_vocab: Bool[Array, " K"], vocab: int, wanted: tuple[str, ...]) -> TokenStats:
-    """Lets the target's column join and turns the running sums into statistics."""
-    others = running.maximum + jnp.log(running.total)
+class Normaliser(NamedTuple):
+    """Softmax is `e^(z - maximum) / total`: kept apart, for their sum lse would round a large maximum into every p."""
+
+    maximum: Float[Array, " n"]
+    total: Float[Array, " n"]
+
+
+def finish(
+    running: Running, in_vocab: Bool[Array, " n"], vocab: int, outputs: tuple[str, ...]
+) -> tuple[TokenStats, Normaliser]:
+    """Lets the target's column join, and turns the running sums into statistics.
+
+    Args:
+        running: the sums over all columns.
+        in_vocab: False where the target is none of them.
+        vocab: V.
+        outputs: the statistics wanted.
+
+    Returns:
+        The statistics, NaN for a row without a finite logit, and the softmax's normaliser.
+    """
     maximum = jnp.maximum(running.maximum, running.target)
     finite = maximum > -jnp.inf
-    # -softplus keeps the digits of a log-probability near 0, where target - lse cancels.
-    logprobs = jnp.where(in_vocab & finite, -jax.nn.softplus(others - running.target), jnp.nan)
-    lse = jnp.where(finite, jnp.logaddexp(others, running.target), jnp.nan)
-    stats = TokenStats(
-        logprobs=logprobs if "logprobs" in wanted else None,
-        lse=lse if "lse" in wanted else None,
-        mean_logits=None if running.plain is None else running.plain / vocab,
-    )
-    if running.weighted is None:
-        return stats
     shift_others, shift_target = running.maximum - maximum, running.target - maximum
     e_others, e_target = jnp.exp(shift_others), jnp.exp(shift_target)
     total = running.total * e_others + e_target
-    weighted = jnp.where(shift_others == -jnp.inf, 0.0, e_others * (running.weighted + running.total * shift_others))
-    weighted += jnp.where(shift_target == -jnp.inf, 0.0, e_target * shift_target)
-    return stats._replace(entropy=jnp.where(finite, jnp.log(total) - weighted / total, jnp.nan))
+    others = running.maximum + jnp.log(running.total)
+    logprobs = -jax.nn.softplus(others - running.target)
+    entropy = None
+    if running.weighted is not None:
+        weighted = e_others * (running.weighted + running.total * shift_others)
+        weighted = jnp.where(shift_others == -jnp.inf, 0.0, weighted)
+        weighted += jnp.where(shift_target == -jnp.inf, 0.0, e_target * shift_target)
+        entropy = jnp.where(finite, jnp.log(total) - weighted / total, jnp.nan)
+    stats = TokenStats(
+        logprobs=jnp.where(in_vocab & finite, logprobs, jnp.nan) if "logprobs" in outputs else None,
+        lse=jnp.where(finite, maximum + jnp.log(total), jnp.nan) if "lse" in outputs else None,
+        entropy=entropy,
+        mean_logits=None if running.plain is None else running.plain / vocab,
+    )
+    return stats, Normaliser(maximum, total)
 
 
 class RowTerms(NamedTuple):
-    """What a row's logit gradient is made of: `p (shared - entropy (z - lse)) + mean`, and `target` at the target."""
+    """A row's logit gradient: `e^(z - maximum) (shared - entropy (z - maximum)) + mean`, and `target` at the target."""
 
-    lse: Float[Array, " K"]
-    shared: Float[Array, " K"]
-    target: Float[Array, " K"]
-    entropy: Float[Array, " K"] | None
-    mean: Float[Array, " K"] | None
+    maximum: Float[Array, " n"]
+    shared: Float[Array, " n"]
+    target: Float[Array, " n"]
+    entropy: Float[Array, " n"] | None
+    mean: Float[Array, " n"] | None
 
 
-def row_terms(stats: TokenStats, d_stats: TokenStats, scalars: LogitScalars, vocab: int) -> RowTerms:
+def row_terms(
+    stats: TokenStats, normaliser: Normaliser, d_stats: TokenStats, scalars: LogitScalars, vocab: int
+) -> RowTerms:
     """Per-token terms of the gradient of the product `h W + b`, logit_scale / temperature included.
 
     Args:
-        stats: log-probabilities and lse, and entropy where its cotangent is given.
+        stats: the log-probabilities, and the entropy where its cotangent is given.
+        normaliser: of the softmax.
         d_stats: cotangents; None stands for zero.
         scalars: as the forward pass had them.
         vocab: V.
@@ -144,8 +167,8 @@ def row_terms(stats: TokenStats, d_stats: TokenStats, scalars: LogitScalars, voc
     Returns:
         The terms that `d_logits_tile` takes.
     """
-    assert stats.logprobs is not None and stats.lse is not None
-    zeros = jnp.zeros_like(stats.lse)
+    assert stats.logprobs is not None
+    zeros = jnp.zeros_like(stats.logprobs)
     # A target without probability, or outside the vocabulary, has no gradient to give.
     given = jnp.isfinite(stats.logprobs)
     d_logprobs = zeros if d_stats.logprobs is None else jnp.where(given, d_stats.logprobs, 0.0)
@@ -157,8 +180,8 @@ def row_terms(stats: TokenStats, d_stats: TokenStats, scalars: LogitScalars, voc
     target = p_target * d_lse - jnp.expm1(logprobs) * d_logprobs
     if d_stats.entropy is not None:
         assert stats.entropy is not None
-        shared -= d_stats.entropy * stats.entropy
         target -= p_target * d_stats.entropy * (logprobs + stats.entropy)
+        shared -= d_stats.entropy * (stats.entropy - jnp.log(normaliser.total))
     mean = None
     if d_stats.mean_logits is not None:
         mean = d_stats.mean_logits / vocab
@@ -167,10 +190,10 @@ def row_terms(stats: TokenStats, d_stats: TokenStats, scalars: LogitScalars, voc
     if scalars.temperature is not None:
         factor /= scalars.temperature.astype(zeros.dtype)
     return RowTerms(
-        lse=stats.lse,
-        shared=shared * factor,
+        maximum=normaliser.maximum,
+        shared=shared * factor / normaliser.total,
         target=target * factor,
-        entropy=None if d_stats.entropy is None else d_stats.entropy * factor,
+        entropy=None if d_stats.entropy is None else d_stats.entropy * factor / normaliser.total,
         mean=None if mean is None else mean * factor,
     )
 
@@ -189,7 +212,7 @@ def d_logits_tile(
     Returns:
         The gradient, in the dtype of `z`; 0 where z is -inf.
     """
-    shifted = z - terms.lse[:, None]
+    shifted = z - terms.maximum[:, None]
     weight = terms.shared[:, None]
     if terms.entropy is not None:
         weight = weight - terms.entropy[:, None] * shifted

@@ -1,0 +1,377 @@
+"""`logitless gradcheck CONFIG`: the cases of a YAML file, each judged against its float64 oracle."""
+
+import datetime
+import functools
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from logitless import __version__
+from logitless.bench.errors import BenchError
+from logitless.bench.records import append_records, commit_of_package, results_folder
+from logitless.gradcheck import GradcheckReport, gradcheck
+from logitless.heads import head as known_head
+from logitless.losses.policy import grpo_loss
+from logitless.ops.api import linear_logprobs, token_logprobs
+
+PEAK_LOGIT = 25.0
+"""Logit of a peaked token: e^25 outweighs the vocabulary of any known head, so that p > 0.99 there."""
+
+
+@dataclass(frozen=True)
+class GradcheckCase:
+    """One comparison of an implementation with the float64 oracle, on a peaked softmax with a masked GRPO loss.
+
+    Attributes:
+        name: names the case in the table and in the record.
+        head: a model whose head gives hidden_size, vocab_size, softcap and logit_scale, such as qwen2.5-1.5b.
+        hidden_size: D, where no head is named.
+        vocab_size: V, where no head is named.
+        tokens: N, the tokens of all sequences together.
+        sequences: B; must divide tokens.
+        dtype: of hidden, lm_head and bias, or of the logits.
+        layout: DV for a head [D, V], VD for [V, D].
+        level: hidden checks linear_logprobs, logits checks token_logprobs.
+        implementation: the candidate, as linear_logprobs takes it.
+        block_sizes: any of block_n, block_v, block_d.
+        temperature: divides the logits.
+        softcap: final softcap; the head's own unless given.
+        logit_scale: multiplies the logits; the head's own unless given.
+        bias: adds a bias over the vocabulary and checks its gradient.
+        kl_coef: coefficient of the KL term of the loss.
+        mask_fraction: fraction of the tokens that do not count, 0 <= mask_fraction < 1.
+        seeds: one run each; the record keeps the worst.
+        oracle_dtype: float64, or float32 on a device without it.
+        factor: how many times the error of plain jnp is allowed.
+        gates: absolute limits by record name, such as dhidden_max_rel, on top of the budget.
+    """
+
+    name: str
+    head: str | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    tokens: int = 67
+    sequences: int = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    layout: Literal["DV", "VD"] = "DV"
+    level: Literal["hidden", "logits"] = "hidden"
+    implementation: str = "auto"
+    block_sizes: dict[str, int] = field(default_factory=dict)
+    temperature: float = 1.0
+    softcap: float | None = None
+    logit_scale: float | None = None
+    bias: bool = False
+    kl_coef: float = 0.0
+    mask_fraction: float = 0.2
+    seeds: list[int] = field(default_factory=lambda: [0])
+    oracle_dtype: Literal["float64", "float32"] = "float64"
+    factor: float = 2.0
+    gates: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GradcheckConfig:
+    """What `logitless gradcheck` runs.
+
+    Attributes:
+        cases: the comparisons, in order.
+        results_dir: folder to which gradcheck.jsonl is appended, one record a case.
+    """
+
+    cases: list[GradcheckCase]
+    results_dir: str = "results"
+
+
+def run_gradcheck(config: GradcheckConfig) -> int:
+    """Runs every case, prints a table and appends one record a case to `results_dir/gradcheck.jsonl`.
+
+    Args:
+        config: the cases.
+
+    Returns:
+        The exit code: 0 when every case keeps its budget and its gates, 1 otherwise.
+
+    Raises:
+        BenchError: a case asks for what cannot be; raised before anything is computed or written.
+    """
+    if not config.cases:
+        raise BenchError("cases is empty: give at least one case")
+    resolved = [resolve(case) for case in config.cases]
+    path = results_folder(config.results_dir) / "gradcheck.jsonl"
+    console = Console(soft_wrap=True)
+    error_console = Console(stderr=True, soft_wrap=True, highlight=False)
+    records, failures = [], []
+    origin = _origin()
+    for case in resolved:
+        with error_console.status(f"{case.case.name}: {case.describe()}"):
+            worst_seed, report, broken = _run_case(case)
+        failures += [f"{case.case.name} (seed {seed}): {failure}" for seed, failure in broken]
+        console.print(_table(case.case.name, worst_seed, report, ok=not broken))
+        records.append(origin | case.record() | report.record() | {"seed": worst_seed, "ok": not broken})
+    for failure in failures:
+        error_console.print(f"FAILED {failure}", markup=False)
+    append_records(path, records)
+    verdict = f"{len(failures)} failures" if failures else "every error is inside its budget"
+    console.print(f"{len(records)} cases, {verdict}; records appended to {path}", markup=False)
+    return 1 if failures else 0
+
+
+@dataclass(frozen=True)
+class ResolvedCase:
+    """A case whose head is looked up and whose numbers are known to fit each other."""
+
+    case: GradcheckCase
+    hidden_size: int
+    vocab_size: int
+    softcap: float | None
+    logit_scale: float
+
+    def check_with_the_door(self) -> None:
+        """Traces the candidate at its shapes, without arrays, so that the door refuses before anything is computed."""
+        try:
+            jax.eval_shape(lambda arrays: self.call(arrays, self.case.implementation), self.shapes())
+        except (ValueError, NotImplementedError) as error:
+            raise BenchError(f"case {self.case.name!r}: {error}") from error
+
+    def describe(self) -> str:
+        case = self.case
+        return (
+            f"{case.implementation}, {case.level} level, N={case.tokens} D={self.hidden_size} V={self.vocab_size}, "
+            f"{case.dtype}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "case": case.name,
+            "head": case.head,
+            "shape/hidden": self.hidden_size if case.level == "hidden" else None,
+            "dtype": case.dtype,
+            "layout": case.layout,
+            "level": case.level,
+            "implementation": case.implementation,
+            "temperature": case.temperature,
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "bias": case.bias,
+            "kl_coef": case.kl_coef,
+            "mask_fraction": case.mask_fraction,
+            "seeds": list(case.seeds),
+            "factor": case.factor,
+        }
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.case.sequences, self.case.tokens // self.case.sequences
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of the call to the op."""
+        case, dtype = self.case, jnp.dtype(self.case.dtype)
+        arrays = {
+            "targets": jax.ShapeDtypeStruct(self.shape, jnp.int32),
+            "mask": jax.ShapeDtypeStruct(self.shape, jnp.bool_),
+        }
+        if case.level == "logits":
+            return arrays | {"logits": jax.ShapeDtypeStruct((*self.shape, self.vocab_size), dtype)}
+        sizes = {"D": self.hidden_size, "V": self.vocab_size}
+        arrays["hidden"] = jax.ShapeDtypeStruct((*self.shape, self.hidden_size), dtype)
+        arrays["lm_head"] = jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in case.layout), dtype)
+        if case.bias:
+            arrays["bias"] = jax.ShapeDtypeStruct((self.vocab_size,), dtype)
+        return arrays
+
+    def call(self, arrays: Mapping[str, Any], implementation: str) -> Any:
+        """Log-probabilities of the arrays by an implementation."""
+        case = self.case
+        options: dict[str, Any] = {
+            "mask": arrays["mask"],
+            "temperature": case.temperature,
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "implementation": implementation,
+            "block_sizes": (case.block_sizes or None) if implementation != "reference" else None,
+        }
+        if case.level == "logits":
+            return token_logprobs(arrays["logits"], arrays["targets"], **options)
+        return linear_logprobs(
+            arrays["hidden"],
+            arrays["lm_head"],
+            arrays["targets"],
+            layout=case.layout,
+            bias=arrays.get("bias"),
+            **options,
+        )
+
+    def loss(self, implementation: str, **arrays: Any) -> tuple[Any, Any]:
+        """The GRPO loss of those log-probabilities, and they."""
+        logprobs = self.call(arrays, implementation)
+        out = grpo_loss(
+            logprobs,
+            arrays["old_logprobs"],
+            arrays["advantages"],
+            arrays["mask"],
+            kl_coef=self.case.kl_coef,
+            ref_logprobs=arrays.get("ref_logprobs"),
+        )
+        return out.loss, logprobs
+
+
+def resolve(case: GradcheckCase) -> ResolvedCase:
+    """The case with its numbers looked up.
+
+    Raises:
+        BenchError: they do not fit each other, or the implementation cannot run them.
+    """
+    _check(case)
+    if case.head is None:
+        hidden_size, vocab_size = case.hidden_size, case.vocab_size
+        softcap, logit_scale = case.softcap, 1.0 if case.logit_scale is None else case.logit_scale
+    else:
+        try:
+            model = known_head(case.head)
+        except ValueError as error:
+            raise BenchError(f"case {case.name!r}: {error}") from error
+        hidden_size, vocab_size = model.hidden_size, model.vocab_size
+        softcap = model.softcap if case.softcap is None else case.softcap
+        logit_scale = model.logit_scale if case.logit_scale is None else case.logit_scale
+    if hidden_size is None or vocab_size is None:
+        raise BenchError(f"case {case.name!r}: give head, or both hidden_size and vocab_size")
+    resolved = ResolvedCase(case, hidden_size, vocab_size, softcap, logit_scale)
+    resolved.check_with_the_door()
+    return resolved
+
+
+def _check(case: GradcheckCase) -> None:
+    sizes = (case.hidden_size, case.vocab_size)
+    wrong = {
+        "give head, or hidden_size and vocab_size, not both": case.head is not None and sizes != (None, None),
+        f"tokens is {case.tokens} and sequences is {case.sequences}; both must be positive": min(
+            case.tokens, case.sequences
+        )
+        < 1,
+        f"hidden_size and vocab_size are {sizes}; both must be positive": any(n is not None and n < 1 for n in sizes),
+        f"mask_fraction is {case.mask_fraction}; it must be at least 0 and below 1": not 0 <= case.mask_fraction < 1,
+        f"factor is {case.factor}; it must be positive": not case.factor > 0,
+        "seeds is empty; give at least one": not case.seeds,
+        "a bias belongs to the head: level must be hidden": case.bias and case.level == "logits",
+    }
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise BenchError(f"case {case.name!r}: {message}")
+    if case.tokens % case.sequences:
+        raise BenchError(f"case {case.name!r}: {case.tokens} tokens do not divide into {case.sequences} sequences")
+    _check_gates(case)
+
+
+def _check_gates(case: GradcheckCase) -> None:
+    moving = ["logits"] if case.level == "logits" else ["hidden", "lm_head", *(["bias"] if case.bias else [])]
+    known = [
+        "abs_diff_loss",
+        "fwd/logp_max_abs",
+        *(f"d{name}_max_{kind}" for name in moving for kind in ("abs", "rel")),
+    ]
+    for key in case.gates:
+        if key not in known:
+            raise BenchError(f"case {case.name!r}: no quantity {key!r} to gate; known here: {', '.join(known)}")
+
+
+def _run_case(resolved: ResolvedCase) -> tuple[int, GradcheckReport, list[tuple[int, str]]]:
+    """The worst seed with its report, and the failures of all seeds."""
+    case = resolved.case
+    reports = {}
+    for seed in case.seeds:
+        reports[seed] = gradcheck(
+            functools.partial(resolved.loss, case.implementation),
+            functools.partial(resolved.loss, "reference"),
+            make_arrays(resolved, seed),
+            oracle_dtype=case.oracle_dtype,
+            factor=case.factor,
+            gates=case.gates,
+            block_sizes=case.block_sizes,
+        )
+    worst = max(reports, key=lambda seed: (not reports[seed].ok, reports[seed].spent))
+    return worst, reports[worst], [(seed, failure) for seed, report in reports.items() for failure in report.failures]
+
+
+def make_arrays(resolved: ResolvedCase, seed: int) -> dict[str, jax.Array]:
+    """Inputs on which mistakes show: a peaked softmax, a mask, advantages of both signs, ratios in and out of the clip.
+
+    Half of the tokens have a scaled copy of their hidden state in the head: every other one of them in the row of its
+    target (p > 0.99), the rest in another row (the target is all but impossible). Ratios keep away from the clip
+    bounds, for a rounding error that moves one across a bound would change the gradient by all of it.
+    """
+    case, shape = resolved.case, resolved.shape
+    rng = np.random.default_rng(seed)
+    tokens, vocab = case.tokens, resolved.vocab_size
+    targets = rng.integers(0, vocab, tokens)
+    arrays = {"targets": targets.reshape(shape).astype(np.int32), "mask": rng.random(shape) >= case.mask_fraction}
+    peak = PEAK_LOGIT * case.temperature / resolved.logit_scale
+    peaked = np.arange(0, tokens, 2)
+    columns = np.where(peaked % 4 == 0, targets[peaked], rng.integers(0, vocab, peaked.size))
+    dtype = jnp.dtype(case.dtype)
+    floats: dict[str, np.ndarray] = {}
+    if case.level == "logits":
+        logits = rng.standard_normal((tokens, vocab), dtype=np.float32)
+        logits[peaked, columns] = peak
+        floats["logits"] = logits.reshape(*shape, vocab)
+    else:
+        width = resolved.hidden_size
+        hidden = rng.standard_normal((tokens, width), dtype=np.float32)
+        rows = rng.standard_normal((vocab, width), dtype=np.float32)
+        rows /= math.sqrt(width)
+        rows[columns] = hidden[peaked] * (peak / np.sum(hidden[peaked] ** 2, axis=1, keepdims=True))
+        floats["hidden"] = hidden.reshape(*shape, width)
+        floats["lm_head"] = rows if case.layout == "VD" else np.ascontiguousarray(rows.T)
+        if case.bias:
+            floats["bias"] = rng.standard_normal(vocab, dtype=np.float32)
+    out = {name: jnp.asarray(value) for name, value in arrays.items()}
+    out |= {name: jnp.asarray(value.astype(dtype)) for name, value in floats.items()}
+
+    logprobs = np.asarray(jax.jit(functools.partial(resolved.call, implementation="reference"))(out), np.float32)
+    steps = rng.choice([-0.35, -0.08, 0.06, 0.3], shape) + rng.uniform(-0.02, 0.02, shape)
+    sign = np.where(np.arange(tokens).reshape(shape) % 3 == 0, -1.0, 1.0)
+    out["old_logprobs"] = jnp.asarray((logprobs - steps).astype(np.float32))
+    out["advantages"] = jnp.asarray((sign * rng.uniform(0.2, 2.0, shape)).astype(np.float32))
+    if case.kl_coef:
+        out["ref_logprobs"] = jnp.asarray((logprobs + 0.5 * rng.standard_normal(shape)).astype(np.float32))
+    return out
+
+
+def _table(name: str, seed: int, report: GradcheckReport, *, ok: bool) -> Table:
+    title = f"{escape(name)}, seed {seed}: {'[green]inside the budget[/]' if ok else '[red]FAILED[/]'}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("quantity", no_wrap=True)
+    for column in ("error", "plain jnp", "allowed", "spent"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for budget in report.budgets:
+        table.add_row(
+            budget.key,
+            *(f"{number:.2e}" for number in (budget.candidate_error, budget.plain_error, budget.allowed)),
+            f"{budget.spent:.0%}" if math.isfinite(budget.spent) else "inf",
+        )
+    return table
+
+
+def _origin() -> dict[str, Any]:
+    """Where and when the numbers were made."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **commit_of_package(),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "logitless": __version__,
+    }

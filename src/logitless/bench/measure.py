@@ -1,0 +1,201 @@
+"""One arm in a process of its own: `python -m logitless.bench.measure`, driven by JSON lines from `run.py`.
+
+A process either checks (`check`: gradcheck and audit, which need all logits for the oracle) or measures (`prepare`,
+`step`, `finish`), never both: the oracle's memory must not count as the arm's.
+"""
+
+import os
+import platform
+import resource
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from logitless.bench.cases import (
+    ARGUMENTS,
+    BASELINE,
+    DIFFERENTIATED,
+    ArmConfig,
+    Case,
+    as_arrays,
+    load_arrays,
+    logprobs_of,
+    loss_of,
+    plain_loss,
+)
+from logitless.bench.child import now_ms, serve
+
+LINUX = sys.platform == "linux"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    if LINUX:
+        return _status_field("VmRSS")
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most that `resident_bytes` has been, since `forget_peak` where the system can forget."""
+    if LINUX:
+        # Not ru_maxrss, which starts at what the parent held when it forked.
+        return _status_field("VmHWM")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak() -> None:
+    """Starts the peak anew, so that it leaves out compiling and loading; without effect where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _status_field(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def environment() -> dict[str, Any]:
+    """Device and versions, for the record."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "cores": len(os.sched_getaffinity(0)) if LINUX else os.cpu_count(),
+        },
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "python": platform.python_version(),
+    }
+
+
+def shape_of(arrays: dict[str, np.ndarray], case: Case) -> dict[str, Any]:
+    """What the arrays add to the case in a record."""
+    return {
+        "hidden_size": arrays["hidden"].shape[-1],
+        "vocab_size": arrays["lm_head"].shape[0 if case.layout == "VD" else 1],
+        "masked": float(1 - arrays["mask"].mean()),
+    }
+
+
+def check(case: Case, arm: ArmConfig, path: Path) -> dict[str, Any]:
+    """Runs gradcheck and audit on the arm.
+
+    Returns:
+        `refused`: why the arm may have no number, or None; `gates`: the record of gradcheck, and whether the audit
+        found logits; `shape`; `environment`.
+    """
+    import jax
+
+    from logitless.audit import audit
+    from logitless.gradcheck import gradcheck
+
+    loaded = load_arrays(path, case)
+    shape = shape_of(loaded, case)
+    arrays = as_arrays(loaded, case.dtype)
+    loss, logprobs = loss_of(arm, case.layout), logprobs_of(arm, case.layout)
+
+    def plain(**given: Any) -> tuple[Any, Any]:
+        return plain_loss(**given, layout=case.layout)
+
+    def candidate(**given: Any) -> tuple[Any, Any]:
+        value = loss(*(given[name] for name in ARGUMENTS))
+        if logprobs is None:
+            # A loss alone is judged by its value and gradients: the log-probabilities compare equal to themselves.
+            return value, jax.lax.stop_gradient(plain(**given)[1])
+        return value, logprobs(given["hidden"], given["lm_head"], given["targets"], given["mask"])
+
+    oracle = "float32" if jax.default_backend() == "tpu" else "float64"
+    report = gradcheck(
+        candidate, plain, arrays, differentiate=DIFFERENTIATED, oracle_dtype=oracle, block_sizes=arm.block_sizes
+    )
+    found = audit(
+        loss,
+        *(arrays[name] for name in ARGUMENTS),
+        vocab_size=shape["vocab_size"],
+        num_tokens=case.tokens,
+        differentiate=[ARGUMENTS.index(name) for name in DIFFERENTIATED],
+    )
+    refused = None
+    if not report.ok:
+        refused = f"gradcheck: {report.failures[0]}"
+    elif not found.ok and arm.implementation != BASELINE:
+        refused = f"audit: holds logits ({_first_leak(found)})"
+    gates = {"gradcheck": report.record(), "holds_logits": not found.ok}
+    return {"refused": refused, "gates": gates, "shape": shape, "environment": environment()}
+
+
+def _first_leak(found: Any) -> str:
+    leak = [*found.materialised, *found.traced][0]
+    # The file's name alone: records name no folders of the machine.
+    return f"{leak.dtype}{list(leak.shape)} made by {leak.primitive} at {Path(leak.source).name}"
+
+
+def loss_and_gradients(loss: Any) -> Any:
+    import jax
+
+    return jax.value_and_grad(loss, argnums=tuple(ARGUMENTS.index(name) for name in DIFFERENTIATED))
+
+
+class Arm:
+    """The arm's compiled program and its inputs, ready to be timed."""
+
+    def __init__(self, case: Case, arm: ArmConfig, path: Path) -> None:
+        import jax
+
+        arrays = load_arrays(path, case)
+        on_device = as_arrays(arrays, case.dtype)
+        self._inputs = jax.block_until_ready([on_device[name] for name in ARGUMENTS])
+        del arrays, on_device
+        self._program = jax.jit(loss_and_gradients(loss_of(arm, case.layout))).lower(*self._inputs).compile()
+        memory = self._program.memory_analysis()
+        self.temp_bytes = None if memory is None else int(memory.temp_size_in_bytes)
+        self.baseline_bytes = resident_bytes()
+        forget_peak()
+        # The first run pays for pages and thread pools that later runs find ready.
+        self.loss = float(np.asarray(self._program(*self._inputs)[0]))
+
+    def step(self) -> float:
+        """Milliseconds of one loss with its gradients."""
+        import jax
+
+        start = now_ms()
+        jax.block_until_ready(self._program(*self._inputs))
+        return now_ms() - start
+
+
+def main() -> None:
+    """Answers `run.py`."""
+    arms: list[Arm] = []
+
+    def handle(message: dict[str, Any]) -> dict[str, Any]:
+        match message["do"]:
+            case "step":
+                return {"time_ms": arms[0].step()}
+            case "finish":
+                return {"peak_bytes": peak_resident_bytes()}
+        case, arm, path = Case(**message["case"]), ArmConfig(**message["arm"]), Path(message["arrays"])
+        if message["do"] == "check":
+            return check(case, arm, path)
+        arms.append(Arm(case, arm, path))
+        ready = arms[0]
+        numbers = {"temp_bytes": ready.temp_bytes, "baseline_bytes": ready.baseline_bytes, "loss": ready.loss}
+        return {"numbers": numbers}
+
+    serve(handle)
+
+
+if __name__ == "__main__":
+    main()

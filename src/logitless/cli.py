@@ -1,0 +1,230 @@
+"""The command `logitless`: one subcommand a job, one YAML file a run.
+
+Nothing heavy is imported before a subcommand is known, so that `--help` answers at once.
+"""
+
+import argparse
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from logitless import __version__
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+EXIT_CODES = """\
+exit codes:
+  0    done, and every check passed
+  1    a check failed; the output says which
+  2    the input is wrong; one line on stderr says what to change
+  130  stopped by Ctrl-C"""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A subcommand: what its help says, and how to get its config class and its runner when they are wanted."""
+
+    summary: str
+    description: str
+    load: Callable[[], tuple[type, Callable[[Any], int]]]
+
+
+def _bench() -> tuple[type, Callable[[Any], int]]:
+    from logitless.bench.cases import BenchConfig
+    from logitless.bench.run import run_bench
+
+    return BenchConfig, run_bench
+
+
+def _gradcheck() -> tuple[type, Callable[[Any], int]]:
+    from logitless.bench.gradcheck_cases import GradcheckConfig, run_gradcheck
+
+    return GradcheckConfig, run_gradcheck
+
+
+def _audit() -> tuple[type, Callable[[Any], int]]:
+    from logitless.bench.audit_cases import AuditConfig, run_audit
+
+    return AuditConfig, run_audit
+
+
+JOBS = {
+    "bench": _Job(
+        "time and memory of implementations, side by side",
+        """\
+Runs the loss and its gradients by several implementations, each in a process of its own, and shows time and
+memory. No number is shown before the implementation passed gradcheck and audit. Appends a record to results/.
+
+example:
+  logitless bench configs/quickstart.yaml""",
+        _bench,
+    ),
+    "gradcheck": _Job(
+        "are loss, log-probabilities and gradients right?",
+        """\
+Compares the loss, the log-probabilities and every gradient of an implementation with plain jnp in float64. The
+implementation may err as much as plain jnp errs in its own dtype, times a factor, and no more. Prints a table,
+names the worst element of each failure, and appends one record a case to results/gradcheck.jsonl.
+
+example:
+  logitless gradcheck configs/gradcheck_small.yaml --results_dir /tmp/results""",
+        _gradcheck,
+    ),
+    "audit": _Job(
+        "does the loss hold a [tokens, vocab] array anywhere?",
+        """\
+Traces and compiles the GRPO loss and its gradients at the given sizes, without running them, and lists every
+array of about tokens x vocabulary elements with the source line that made it.
+
+example:
+  logitless audit configs/audit_qwen25_1p5b.yaml --tokens 4096""",
+        _audit,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the words after `logitless`; those of the process unless given.
+
+    Returns:
+        The exit code: 0 done, 1 a check failed, 2 bad input (one line on stderr), 130 stopped by Ctrl-C.
+
+    Example:
+        >>> main(["--version"])
+        logitless 0.1.0
+        0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else BAD_INPUT
+    if words[0] == "--version":
+        print(f"logitless {__version__}")
+        return 0
+    if words[0] not in JOBS:
+        return _complain("logitless", f"no command {words[0]!r}; choose from {', '.join(JOBS)} (see logitless --help)")
+    try:
+        return _run(words[0], words[1:])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(command: str, words: list[str]) -> int:
+    program = f"logitless {command}"
+    if any(word in ("-h", "--help") for word in words):
+        _parser(command).print_help()
+        return 0
+    try:
+        config = read_config(command, words)
+        return JOBS[command].load()[1](config)
+    except _BadInput as error:
+        return _complain(program, str(error))
+    except (ValueError, NotImplementedError, OSError) as error:
+        if not _raised_on_purpose(error):
+            raise
+        return _complain(program, str(error))
+
+
+def read_config(command: str, words: Sequence[str]) -> Any:
+    """The frozen config of a command, from a YAML file and the overrides after it; raises one-line errors."""
+    if not words or words[0].startswith("-"):
+        raise _BadInput(f"the first argument must be a YAML file: logitless {command} CONFIG.yaml [--key value ...]")
+    path, overrides = words[0], words[1:]
+    _check_yaml(Path(path))
+    parser = _parser(command)
+    try:
+        namespace = parser.parse_args(["--config", path, *overrides])
+    except ArgumentError as error:
+        raise _BadInput(f"{path}: {_plain_words(str(error))}") from error
+    del namespace["config"]
+    config_class = JOBS[command].load()[0]
+    return config_class(**vars(parser.instantiate(namespace)))
+
+
+class _BadInput(Exception):
+    """A config file that cannot be read."""
+
+
+def _parser(command: str) -> ArgumentParser:
+    program, job = f"logitless {command}", JOBS[command]
+    parser = ArgumentParser(
+        prog=program,
+        usage=f"{program} CONFIG.yaml [--key value ...]",
+        description=f"{job.description}\n\nEvery key of the YAML file can also be given on the command line, and wins.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        exit_on_error=False,
+    )
+    parser.add_class_arguments(job.load()[0], fail_untyped=True)
+    parser.add_argument("--config", action="config", help=argparse.SUPPRESS)
+    return parser
+
+
+def _check_yaml(path: Path) -> None:
+    """Says in one line why a file is no config, before a parser of any kind sees it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _BadInput(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _BadInput(f"{path}: cannot be read: {error}") from error
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _BadInput(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise _BadInput(
+            f"{path}: must hold 'key: value' lines; it holds {'nothing' if content is None else repr(content)}"
+        )
+
+
+def _plain_words(message: str) -> str:
+    """The parser's nested message as one line: `cases: tokens: Expected a <class 'int'>. Got value: five`."""
+    message = re.sub(r"Problem with given class_path '[^']*':", "", message)
+    return re.sub(r'Parser key "([^"]+)":', r"\1:", message)
+
+
+def _raised_on_purpose(error: BaseException) -> bool:
+    """True when our own code raised it, so that it teaches. One out of jax is a bug and keeps its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+
+
+def _complain(program: str, message: str) -> int:
+    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _overview() -> str:
+    width = max(map(len, JOBS))
+    commands = "\n".join(f"  {name:<{width}}  {job.summary}" for name, job in JOBS.items())
+    return f"""\
+usage: logitless COMMAND CONFIG.yaml [--key value ...]
+
+Losses for language models straight from hidden states and the LM head, without ever holding the logits.
+
+commands:
+{commands}
+
+options:
+  --help     this text; logitless COMMAND --help lists the keys of its config
+  --version  the version
+
+example:
+  logitless gradcheck configs/gradcheck_small.yaml
+
+{EXIT_CODES}"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""One preset of `policy_loss` for each paper: its defaults, and where implementations differ."""
+
+from typing import Unpack
+
+from logitless._arrays import FloatArray, MaskArray, Scalar
+from logitless.losses.policy import LossOutput, policy_loss
+from logitless.losses.policy_options import CommonOptions, KLName, is_off
+
+
+def _kl(kl_coef: Scalar, options: CommonOptions) -> KLName:
+    """A preset names an estimator only where the divergence counts."""
+    return options.pop("kl", "none" if is_off(kl_coef) else "k3")
+
+
+def grpo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    delta: Scalar | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """GRPO: token ratios, clipped, averaged over each sequence and then over the batch.
+
+    Equal to
+        r = exp(logprobs - old_logprobs); l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * k3
+        mean_i(sum_t(mask * l) / max(sum_t(mask), 1))
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`.
+        mask: `[B, T]`; 1 counts.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl_coef: factor of the divergence from the reference; `kl` is `"k3"` unless it is 0 or `kl` is given.
+        ref_logprobs: `[B, T]`.
+        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+
+    Returns:
+        `LossOutput`.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> grpo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), jnp.array([[1, 1]])).loss.item()
+        -0.5
+
+    Reference: https://arxiv.org/abs/2402.03300. Departures: the paper has a divergence by default; here, as in TRL,
+    kl_coef is 0 until given. Fully masked rows count in the mean over the batch, as in TRL.
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        kl=_kl(kl_coef, options),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
+        **options,
+    )
+
+
+def bnpo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    delta: Scalar | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """BNPO's normalising: the loss of GRPO averaged over the tokens of the local batch.
+
+    Equal to
+        r = exp(logprobs - old_logprobs); l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * k3
+        sum(mask * l) / max(sum(mask), 1)
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`.
+        mask: `[B, T]`; 1 counts.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl_coef: factor of the divergence from the reference.
+        ref_logprobs: `[B, T]`.
+        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+
+    Returns:
+        `LossOutput`. The denominator is that of the batch given: losses of micro-batches do not add up; `dapo_loss`
+        with `total` does.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bnpo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), jnp.array([[1, 1]])).loss.item()
+        -0.5
+
+    Reference: https://arxiv.org/abs/2506.02864, of which TRL's `loss_type="bnpo"` keeps the token mean. Departures: no
+    Beta normalisation of rewards; that belongs to the advantages.
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        kl=_kl(kl_coef, options),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
+        aggregation="token_mean",
+        **options,
+    )
+
+
+def dr_grpo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    max_completion_length: int,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    delta: Scalar | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """Dr. GRPO: the loss of GRPO divided by a constant, so that long answers weigh no less per token.
+
+    Equal to
+        r = exp(logprobs - old_logprobs); l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * k3
+        sum(mask * l) / (B * max_completion_length)
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`; the paper takes them without division by the standard deviation.
+        mask: `[B, T]`; 1 counts.
+        max_completion_length: tokens that a completion may have.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl_coef: factor of the divergence from the reference.
+        ref_logprobs: `[B, T]`.
+        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+
+    Returns:
+        `LossOutput`.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ones = jnp.array([[1, 1]])
+        >>> dr_grpo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), ones, max_completion_length=4).loss.item()
+        -0.25
+
+    Reference: https://arxiv.org/abs/2503.20783; departures: none.
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        kl=_kl(kl_coef, options),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
+        aggregation="constant",
+        max_completion_length=max_completion_length,
+        **options,
+    )
+
+
+def dapo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    total: Scalar | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    delta: Scalar | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """DAPO: a higher upper clip bound, and the sum over tokens divided by the tokens of the whole (global) batch.
+
+    Equal to
+        r = exp(logprobs - old_logprobs); l = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * k3
+        sum(mask * l) / total
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`.
+        mask: `[B, T]`; 1 counts.
+        total: tokens of the whole batch: with it the losses of micro-batches and devices add up exactly. None: the
+            tokens of this batch. Groups without variance stay in it: their loss is 0, their tokens count.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl_coef: factor of the divergence from the reference.
+        ref_logprobs: `[B, T]`.
+        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+
+    Returns:
+        `LossOutput`.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> dapo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), jnp.array([[1, 1]]), total=10).loss.item()
+        -0.10000000149011612
+
+    Reference: https://arxiv.org/abs/2503.14476. Departures: no dynamic sampling and no overlong penalty; those belong
+    to the sampler and the rewards.
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        kl=_kl(kl_coef, options),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
+        aggregation="given_total",
+        total=total,
+        **options,
+    )

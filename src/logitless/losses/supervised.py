@@ -1,0 +1,76 @@
+"""Cross-entropy from token statistics: smoothing, z-loss, weights, reduction. Users call it through `linear`."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from logitless._arrays import FloatArray, is_concrete, shape_error
+from logitless.losses.aggregate import ratio_or_zero
+from logitless.losses.policy_options import check_name
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_cross_entropy(
+    name: str, labels: Array, weights: FloatArray | None, label_smoothing: float, z_loss: float, reduction: str
+) -> None:
+    """Raises ValueError for weights of another shape, a number out of range, an unknown reduction."""
+    check_name(name, "reduction", reduction, REDUCTIONS)
+    if weights is not None and jnp.shape(weights) != jnp.shape(labels):
+        raise shape_error(name, {"weights": weights, "labels": labels}, "weights are per token, of the shape of labels")
+    if is_concrete(label_smoothing) and not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{name}: label_smoothing={label_smoothing}; it must be at least 0 and at most 1")
+    if is_concrete(z_loss) and not z_loss >= 0:
+        raise ValueError(f"{name}: z_loss={z_loss}; it must be at least 0")
+
+
+def needed_stats(label_smoothing: float, z_loss: float) -> Sequence[Literal["logprobs", "lse", "mean_logits"]]:
+    """The token statistics that the options read."""
+    smooth = not is_concrete(label_smoothing) or label_smoothing != 0
+    regular = not is_concrete(z_loss) or z_loss != 0
+    return ("logprobs", *(("lse",) if smooth or regular else ()), *(("mean_logits",) if smooth else ()))
+
+
+def cross_entropy_of_stats(
+    logprobs: Float[Array, "..."],
+    lse: Float[Array, "..."] | None,
+    mean_logits: Float[Array, "..."] | None,
+    valid: Bool[Array, "..."],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: FloatArray | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Cross-entropy of labels from their log-probabilities.
+
+    Args:
+        logprobs: of the labels, in nats.
+        lse: log-sum-exp of the logits; None where neither smoothing nor z-loss is on.
+        mean_logits: mean logit over the true vocabulary; None without smoothing.
+        valid: tokens that count.
+        label_smoothing: s in (1 - s) nll + s (lse - mean_logits).
+        z_loss: factor of lse^2.
+        weights: per token; what stands at tokens that do not count is not read.
+        reduction: `"mean"` divides by the weights of the valid tokens, 0 where they sum to 0.
+
+    Returns:
+        A number, or token losses for `"none"`.
+    """
+    losses = -logprobs
+    if mean_logits is not None:
+        assert lse is not None
+        losses = (1 - label_smoothing) * losses + label_smoothing * (lse - mean_logits)
+    if lse is not None:
+        losses = losses + z_loss * jnp.square(lse)
+    count = valid.astype(losses.dtype)
+    if weights is not None:
+        count = jnp.where(valid, jnp.asarray(weights).astype(losses.dtype), 0.0)
+        losses = losses * count
+    losses = jnp.where(valid, losses, 0.0)
+    if reduction == "none":
+        return losses
+    return jnp.sum(losses) if reduction == "sum" else ratio_or_zero(jnp.sum(losses), jnp.sum(count))

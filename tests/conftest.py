@@ -1,0 +1,22 @@
+"""Strict settings for every test, and the devices that they run on."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def strict_jax():
+    """No dtype and no rank is promoted in silence."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """64-bit inputs, for goldens and oracles."""
+    with jax.enable_x64(True):
+        yield
