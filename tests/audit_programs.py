@@ -50,7 +50,7 @@ def _blocked(hidden, lm_head, targets, block):
 
 def _tile(hidden, lm_head, start, block, vocab):
     logits = hidden @ _block(lm_head, start, block)
-    return jnp.where(start + jnp.arange(block) < vocab, logits, -jnp.inf)
+    return jnp.where((start + jnp.arange(block))[None] < vocab, logits, -jnp.inf)
 
 
 def _blocked_fwd(hidden, lm_head, targets, block):
@@ -59,7 +59,7 @@ def _blocked_fwd(hidden, lm_head, targets, block):
     def step(carry, start):
         lse, picked = carry
         tile = _tile(hidden, wide, start, block, lm_head.shape[1])
-        hit = targets[:, None] == start + jnp.arange(block)
+        hit = targets[:, None] == (start + jnp.arange(block))[None]
         picked = picked + jnp.where(hit, tile, 0.0).sum(-1)
         return (jnp.logaddexp(lse, jax.nn.logsumexp(tile, axis=-1)), picked), None
 
@@ -75,8 +75,8 @@ def _blocked_bwd(block, residuals, d_logprobs):
     def step(carry, start):
         d_hidden, d_lm_head = carry
         tile = _tile(hidden, wide, start, block, lm_head.shape[1])
-        hit = targets[:, None] == start + jnp.arange(block)
-        d_tile = (hit - jnp.exp(tile - lse[:, None])) * d_logprobs[:, None]
+        hit = targets[:, None] == (start + jnp.arange(block))[None]
+        d_tile = (hit.astype(jnp.float32) - jnp.exp(tile - lse[:, None])) * d_logprobs[:, None]
         d_hidden = d_hidden + d_tile @ _block(wide, start, block).T
         return (d_hidden, jax.lax.dynamic_update_slice(d_lm_head, hidden.T @ d_tile, (0, start))), None
 
@@ -99,12 +99,14 @@ def one_hot_float(hidden, lm_head, targets):
 
 
 def one_hot_bool(hidden, lm_head, targets):
-    return blocked(hidden, lm_head, targets) + (targets[:, None] == jnp.arange(lm_head.shape[1])).any(-1)
+    return blocked(hidden, lm_head, targets) + (targets[:, None] == jnp.arange(lm_head.shape[1])[None]).any(-1).astype(
+        jnp.float32
+    )
 
 
 def one_hot_int(hidden, lm_head, targets):
     hot = jax.nn.one_hot(targets, lm_head.shape[1], dtype=jnp.int8)
-    return blocked(hidden, lm_head, targets) + jnp.argmax(hot, axis=-1)
+    return blocked(hidden, lm_head, targets) + jnp.argmax(hot, axis=-1).astype(jnp.float32)
 
 
 def one_hot_scatter(hidden, lm_head, targets):

@@ -143,7 +143,7 @@ def test_a_leak_in_a_custom_vjp_backward_pass_is_caught(symbolic_zeros):
 
 def test_a_fused_one_hot_is_traced_and_not_materialised():
     def every_eighth(hidden, lm_head, targets):
-        return (targets[:, None] == jnp.arange(lm_head.shape[1]))[:, ::8].astype(jnp.float32)
+        return (targets[:, None] == jnp.arange(lm_head.shape[1])[None])[:, ::8].astype(jnp.float32)
 
     report = run(every_eighth, *problem(), differentiate=())
     assert report.traced
@@ -249,7 +249,7 @@ def _scaled_rows(logits, targets):
 
     def tile(i):
         rows = jax.lax.dynamic_slice_in_dim(logits, i * 4, 4)
-        hot = jax.lax.dynamic_slice_in_dim(targets, i * 4, 4)[:, None] == jnp.arange(logits.shape[1])
+        hot = jax.lax.dynamic_slice_in_dim(targets, i * 4, 4)[:, None] == jnp.arange(logits.shape[1])[None]
         return rows, hot
 
     @jax.custom_vjp
@@ -379,8 +379,8 @@ def test_the_report_reads_well():
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_linear_logprobs(implementation, layout, d):
     struct = jax.ShapeDtypeStruct
-    head = struct((d, V) if layout == "DV" else (V, d), jnp.bfloat16)
-    args = struct((B, T, d), jnp.bfloat16), head, struct((B, T), jnp.int32), struct((V,), jnp.float32)
+    head = struct((d, V) if layout == "DV" else (V, d), jnp.float32)
+    args = struct((B, T, d), jnp.float32), head, struct((B, T), jnp.int32), struct((V,), jnp.float32)
 
     def logprobs(hidden, lm_head, targets, bias):
         blocks = {"block_n": 16, "block_v": BLOCK} if implementation == "chunked" else None

@@ -6,6 +6,7 @@ Letters, declared once: B sequences, T positions, N = B * T tokens, D hidden siz
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
@@ -37,3 +38,14 @@ def _describe(value: object) -> str:
 def is_concrete(*values: object) -> bool:
     """True when none of the values is traced, so that numbers may be read and checked."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+
+
+def common_dtype(*dtypes: np.dtype) -> np.dtype:
+    """The narrowest dtype that holds all of the given ones, also where the caller forbids implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def accumulator(*dtypes: np.dtype) -> np.dtype:
+    """Float32, or float64 where an input is float64: the dtype of sums, logits and statistics."""
+    return common_dtype(np.dtype(np.float32), *dtypes)

@@ -235,7 +235,8 @@ def _prepare(
     check_shapes(name, logprobs, given, advantages)
     counts = as_mask(name, mask)
     logprobs = jnp.asarray(logprobs)
-    dtype = jnp.promote_types(logprobs.dtype, jnp.float32)
+    # jnp.promote_types raises for these under strict promotion.
+    dtype = jnp.dtype(jnp.float64 if logprobs.dtype == jnp.float64 else jnp.float32)
     if segment_ids is not None:
         counts = counts & (jnp.asarray(segment_ids) != 0)
 

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from logitless._arrays import Array, BlockSizes, FloatArray, IntArray, MaskArray, Scalar, is_concrete, shape_error
+from logitless._arrays import (
+    Array,
+    BlockSizes,
+    FloatArray,
+    IntArray,
+    MaskArray,
+    Scalar,
+    accumulator,
+    is_concrete,
+    shape_error,
+)
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
@@ -115,7 +125,7 @@ def linear_token_stats(
     options = _check_options(name, outputs, layout, logits_dtype, block_sizes, precision)
     run = _choose(name, implementation, IMPLEMENTATIONS, sharding)
     if targets.size == 0:
-        return _empty(targets.shape, jnp.promote_types(hidden.dtype, lm_head.dtype), options)
+        return _empty(targets.shape, accumulator(hidden.dtype, lm_head.dtype), options)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask, scalars)
     return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(run)(*flat, options))
@@ -259,7 +269,7 @@ def token_stats(
     options = _check_options(name, outputs, "DV", None, block_sizes, None)
     run = _choose(name, implementation, LOGITS_IMPLEMENTATIONS, sharding)
     if targets.size == 0:
-        return _empty(targets.shape, logits.dtype, options)
+        return _empty(targets.shape, accumulator(logits.dtype), options)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (logits.reshape(-1, vocab), _in_vocab(targets, vocab), flat_mask, scalars)
     return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(run)(*flat, options))
@@ -338,7 +348,7 @@ def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
 
 
 def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenStats:
-    zeros = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+    zeros = jnp.zeros(shape, dtype)
     return TokenStats(**dict.fromkeys(options.outputs, zeros))
 
 
@@ -417,7 +427,7 @@ def _positive(name: str, argument: str, value: Scalar, neutral: float | None = N
         raise shape_error(name, {argument: value}, "it must be one number")
     if not is_concrete(value):
         traced = jnp.asarray(value)
-        traced = traced.astype(jnp.promote_types(traced.dtype, jnp.float32))
+        traced = traced.astype(accumulator(traced.dtype) if jnp.issubdtype(traced.dtype, jnp.floating) else jnp.float32)
         return jnp.where(traced > 0, traced, jnp.nan)
     number = float(value)
     if not (number > 0 and math.isfinite(number)):

@@ -16,10 +16,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens, take
 from logitless.ops.softmax import (
     Normaliser,
-    accumulator,
     d_logits_tile,
     finish,
     meet,
@@ -110,7 +110,7 @@ def _forward(
     also: tuple[str, ...] = (),
 ) -> tuple[TokenStats, Normaliser]:
     tokens, vocab = _cut(hidden, lm_head, mask, options)
-    dtype = accumulator(hidden, lm_head)
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
     targets = tokens.gather(targets, vocab.vocab)
 
     def vocab_step(i, running):
@@ -146,7 +146,7 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
         return _Gradients(None, None, None)
     active = functools.reduce(jnp.logical_or, live)
     tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
-    dtype = accumulator(hidden, lm_head)
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
     targets = tokens.gather(targets, vocab.vocab)
     terms = row_terms(stats, normaliser, d_stats, scalars, vocab.vocab)
     # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
@@ -209,7 +209,7 @@ def _add_products(
         d_bias += jnp.sum(d_x, axis=0)
     dtype = d_x.dtype
     # The one downcast of the logit gradient, for both products.
-    d_x = d_x.astype(jnp.promote_types(h.dtype, w.dtype))
+    d_x = d_x.astype(common_dtype(h.dtype, w.dtype))
     if d_hidden is not None:
         grown = rows.of(d_hidden) + _product(d_x, w, (1, options.layout.index("V")), dtype, options)
         d_hidden = rows.put(d_hidden, grown)
@@ -246,7 +246,7 @@ def _logits_tile(
 ) -> Float[Array, "n v"]:
     x = _product(h, w, (1, options.layout.index("D")), dtype, options)
     if bias is not None:
-        x += bias.astype(dtype)
+        x += bias.astype(dtype)[None, :]
     if options.logits_dtype is not None:
         x = x.astype(options.logits_dtype).astype(dtype)
     return transform_logits(x, scalars)
@@ -256,7 +256,7 @@ def _product(
     x: Array, y: Array, contract: tuple[int, int], dtype: jnp.dtype, options: HeadOptions
 ) -> Float[Array, "a b"]:
     """A product in the wider of the two dtypes, accumulated and returned in `dtype`."""
-    common = jnp.promote_types(x.dtype, y.dtype)
+    common = common_dtype(x.dtype, y.dtype)
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     precision = lax.Precision.HIGHEST if options.precision is None and common == jnp.float32 else options.precision
     return lax.dot_general(

@@ -8,10 +8,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
+from logitless._arrays import accumulator
 from logitless.ops.chunked import vocab_cut
 from logitless.ops.softmax import (
     Normaliser,
-    accumulator,
     d_logits_tile,
     finish,
     meet,
@@ -58,7 +58,7 @@ def _token_stats_bwd(options, residuals, cotangents):
     if not any(d is not None for d in d_stats):
         return None, None, None, None
     terms = row_terms(stats, normaliser, d_stats, scalars, logits.shape[1])
-    z = transform_logits(logits.astype(accumulator(logits)), scalars)
+    z = transform_logits(logits.astype(accumulator(logits.dtype)), scalars)
     # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
     d_logits = d_logits_tile(z, targets, terms, scalars)
     if mask is not None:
@@ -79,7 +79,7 @@ def _forward(
 ) -> tuple[TokenStats, Normaliser]:
     vocab = logits.shape[1]
     cut = vocab_cut(vocab, options)
-    dtype = accumulator(logits)
+    dtype = accumulator(logits.dtype)
 
     def step(i, running):
         block = cut.block(i)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from logitless._arrays import accumulator, common_dtype
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 
@@ -19,8 +20,8 @@ def linear_token_stats_reference(
     """`TokenStats` of N tokens; the contract is that of `logitless.ops.api.linear_token_stats`."""
     if mask is not None:
         hidden = jnp.where(mask[:, None], hidden, jnp.zeros_like(hidden))
-    dtype = jnp.promote_types(jnp.promote_types(hidden.dtype, lm_head.dtype), jnp.float32)
-    common = jnp.promote_types(hidden.dtype, lm_head.dtype)
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
+    common = common_dtype(hidden.dtype, lm_head.dtype)
     precision = jax.lax.Precision.HIGHEST if options.precision is None and common == jnp.float32 else options.precision
     logits = jnp.einsum(
         "nd,dv->nv" if options.layout == "DV" else "nd,vd->nv",
@@ -30,7 +31,7 @@ def linear_token_stats_reference(
         preferred_element_type=dtype,
     )
     if bias is not None:
-        logits = logits + bias.astype(dtype)
+        logits = logits + bias.astype(dtype)[None, :]
     if options.logits_dtype is not None:
         logits = logits.astype(options.logits_dtype)
     return token_stats_reference(logits, targets, mask, scalars, options)
@@ -44,7 +45,7 @@ def token_stats_reference(
     options: HeadOptions,
 ) -> TokenStats:
     """`TokenStats` of N rows of logits; the contract is that of `logitless.ops.api.token_stats`."""
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    dtype = accumulator(logits.dtype)
     if mask is not None:
         logits = jnp.where(mask[:, None], logits, jnp.zeros_like(logits))
     x = logits.astype(dtype)

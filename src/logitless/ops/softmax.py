@@ -4,7 +4,6 @@ The target's own column never enters the running sums. It joins at the end, so t
 computed as `-softplus(lse of the others - z_target)` and keeps the digits that `z_target - lse` would lose.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -12,11 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.types import LogitScalars, TokenStats
-
-
-def accumulator(*arrays: Array) -> jnp.dtype:
-    """Float32, or float64 where an input is float64: the dtype of sums, logits and statistics."""
-    return functools.reduce(jnp.promote_types, (x.dtype for x in arrays), jnp.dtype(jnp.float32))
 
 
 def transform_logits(x: Float[Array, "n v"], scalars: LogitScalars) -> Float[Array, "n v"]:
@@ -73,8 +67,8 @@ def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met
     Returns:
         The sums with the tile's columns in them.
     """
-    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)
-    others = jnp.where(own if met is None else own | met, -jnp.inf, z)
+    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)[None, :]
+    others = jnp.where(own if met is None else own | met[None, :], -jnp.inf, z)
     maximum = jnp.maximum(running.maximum, jnp.max(others, axis=1))
     # Where every column so far is -inf the maximum is no number to subtract.
     shift_by = jnp.where(maximum == -jnp.inf, 0.0, maximum)
@@ -87,7 +81,7 @@ def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met
         carried = jnp.where(shift == -jnp.inf, 0.0, rescale * (weighted + running.total * shift))
         weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=1)
     if plain is not None:
-        plain = plain + jnp.sum(z if met is None else jnp.where(met, 0.0, z), axis=1)
+        plain = plain + jnp.sum(z if met is None else jnp.where(met[None, :], 0.0, z), axis=1)
     # One element a row is cheaper to fetch than a masked sum over the tile.
     target = jnp.take_along_axis(z, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
     return Running(
@@ -219,7 +213,7 @@ def d_logits_tile(
     d_x = jnp.exp(shifted) * weight
     if terms.mean is not None:
         d_x += terms.mean[:, None]
-    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)
+    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)[None, :]
     d_x = jnp.where(own, terms.target[:, None], d_x)
     if scalars.softcap is not None:
         capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)

@@ -1,0 +1,82 @@
+"""Inputs that several tests share: fixture F of the public cases, and peaked random problems."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# N, D, V, each named for the regime it covers.
+SIZES = {
+    "nothing divides": (37, 24, 301),
+    "everything divides": (64, 16, 512),
+    "smaller than any block": (5, 3, 7),
+    "one token": (1, 8, 130),
+}
+
+
+class Problem(NamedTuple):
+    """Arguments of `linear_token_stats`, head as `[V, D]`."""
+
+    hidden: jax.Array
+    lm_head: jax.Array
+    targets: jax.Array
+    bias: jax.Array
+    mask: jax.Array
+
+
+def fixture_f() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hidden states, head `[V, D]` and targets of fixture F: B, T, D, V = 2, 3, 3, 5."""
+    b, t, d = np.meshgrid(range(2), range(3), range(3), indexing="ij")
+    hidden = np.sin(1.0 + 7 * b + 3 * t + d)
+    lm_head = np.cos(0.5 * np.arange(5)[:, None] + np.arange(3)[None, :])
+    return hidden, lm_head, (2 * np.arange(2)[:, None] + np.arange(3)[None, :]) % 5
+
+
+def peaked(n: int, d: int, v: int, dtype: str, seed: int = 0) -> Problem:
+    """A peaked softmax: half the tokens' targets own a head row along their hidden row, logits up to about 40."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(n, d))
+    lm_head = rng.normal(size=(v, d)) / np.sqrt(d)
+    targets = rng.integers(0, v, n)
+    for i in range(0, n, 2):
+        norm = np.linalg.norm(hidden[i])
+        lm_head[targets[i]] = hidden[i] / norm * rng.uniform(4.0, 40.0) / norm
+    mask = rng.random(n) < 0.7
+    mask[0] = True
+    return Problem(
+        jnp.asarray(hidden, dtype),
+        jnp.asarray(lm_head, dtype),
+        jnp.asarray(targets, jnp.int32),
+        jnp.asarray(rng.normal(size=v), dtype),
+        jnp.asarray(mask),
+    )
+
+
+def in_layout(lm_head: jax.Array, layout: str) -> jax.Array:
+    """The head `[V, D]` as `layout` wants it."""
+    return lm_head if layout == "VD" else lm_head.T
+
+
+def worst(name: str, ours: np.ndarray, plain: np.ndarray, oracle: np.ndarray, allowed: float) -> str:
+    """What a failed budget prints: the element furthest out, with every value of it."""
+    error = np.abs(ours - oracle)
+    place = np.unravel_index(np.nanargmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+    return (
+        f"{name}{list(map(int, place))}: ours {ours[place]!r}, plain jnp {plain[place]!r}, oracle {oracle[place]!r}; "
+        f"error {error[place]:.3g}, allowed {allowed:.3g}"
+    )
+
+
+def assert_in_budget(name: str, ours, plain, oracle, *, factor: float = 2.0, ulps: float = 4.0) -> None:
+    """err(ours) <= factor * err(plain jnp in the same dtypes) + a few units in the last place of the largest value."""
+    eps = float(jnp.finfo(ours.dtype).eps)
+    ours, plain, oracle = (np.asarray(jnp.asarray(x), np.float64) for x in (ours, plain, oracle))
+    assert ours.shape == oracle.shape, f"{name}: shape {ours.shape}, oracle {oracle.shape}"
+    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(oracle), err_msg=f"{name}: finite where the oracle is not")
+    if not ours.size:
+        return
+    finite = np.isfinite(oracle)
+    ours, plain, oracle = (np.where(finite, x, 0.0) for x in (ours, plain, oracle))
+    allowed = factor * np.abs(plain - oracle).max() + ulps * eps * np.abs(oracle).max()
+    assert np.abs(ours - oracle).max() <= allowed, worst(name, ours, plain, oracle, allowed)
