@@ -73,7 +73,9 @@ def assert_in_budget(name: str, ours, plain, oracle, *, factor: float = 2.0, ulp
     eps = float(jnp.finfo(ours.dtype).eps)
     ours, plain, oracle = (np.asarray(jnp.asarray(x), np.float64) for x in (ours, plain, oracle))
     assert ours.shape == oracle.shape, f"{name}: shape {ours.shape}, oracle {oracle.shape}"
-    np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(oracle), err_msg=f"{name}: finite where the oracle is not")
+    np.testing.assert_array_equal(
+        np.isfinite(ours), np.isfinite(oracle), err_msg=f"{name}: finite where the oracle is not"
+    )
     if not ours.size:
         return
     finite = np.isfinite(oracle)

@@ -123,7 +123,7 @@ def test_a_used_id_starts_a_new_segment(x64):
 def test_micro_batches_with_a_total_add_up(x64, policy):
     # case 72
     arrays = random_case(np.random.default_rng(6), (3, 4))
-    options = everything(policy) | {"aggregation": "given_total", "total": arrays["mask"].sum()}
+    options = everything(policy) | {"aggregation": "given_total", "total": int(arrays["mask"].sum())}
     loss, grad, metrics = loss_and_grad(arrays, options)
     parts = [loss_and_grad({name: x[i : i + 1] for name, x in arrays.items()}, options) for i in range(3)]
     assert_close(sum(float(part[0]) for part in parts), loss, **ROUNDING)

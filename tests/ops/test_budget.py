@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import SIZES, assert_in_budget, in_layout, peaked
 
 from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_token_stats, token_stats
 from logitless.ops.types import OUTPUT_NAMES
+from problems import SIZES, assert_in_budget, in_layout, peaked
 
 OPTIONS = {
     "plain": {},
@@ -20,7 +20,11 @@ OPTIONS = {
     "mask": {"mask": True},
     "all": {"temperature": 0.7, "softcap": 20.0, "logit_scale": 1.3, "bias": True, "mask": True},
 }
-BLOCKS = {"own rule": None, "ragged blocks": {"block_n": 16, "block_v": 100}, "tiny blocks": {"block_n": 3, "block_v": 2}}
+BLOCKS = {
+    "own rule": None,
+    "ragged blocks": {"block_n": 16, "block_v": 100},
+    "tiny blocks": {"block_n": 3, "block_v": 2},
+}
 CANDIDATES = [name for name in IMPLEMENTATIONS if name != "reference"]
 
 
@@ -119,7 +123,9 @@ def test_a_logprob_near_zero_and_its_gradient_keep_their_digits(implementation):
         others = np.log(3.0) - np.asarray([14.0, 17.0, 30.0])
         expected = -np.log1p(np.exp(others))
         slope = -np.expm1(expected)
-    run = functools.partial(linear_token_stats, targets=jnp.arange(3), outputs=("logprobs",), implementation=implementation)
+    run = functools.partial(
+        linear_token_stats, targets=jnp.arange(3), outputs=("logprobs",), implementation=implementation
+    )
     np.testing.assert_allclose(run(hidden, lm_head).logprobs, expected, rtol=1e-6)
     # d logprob / d lm_head[i, target i] = hidden * (1 - p)
     d_lm_head = jax.grad(lambda w: run(hidden, w).logprobs.sum())(lm_head)

@@ -21,7 +21,7 @@ from logitless.bench.errors import BenchError
 from logitless.bench.records import append_records, commit_of_package, results_folder
 from logitless.gradcheck import GradcheckReport, gradcheck
 from logitless.heads import head as known_head
-from logitless.losses.policy import grpo_loss
+from logitless.losses.policy_presets import grpo_loss
 from logitless.ops.api import linear_logprobs, token_logprobs
 
 PEAK_LOGIT = 25.0

@@ -316,6 +316,9 @@ def _vespo_weight(
 
 def _top_entropy(tokens: _Tokens, share: float) -> Bool[Array, "B T"]:
     assert tokens.entropy is not None
+    # An empty batch has no quantile.
+    if tokens.entropy.size == 0:
+        return tokens.mask
     entropy = stop_gradient(tokens.entropy)
     threshold = jnp.nanquantile(jnp.where(tokens.mask, entropy, jnp.nan), 1.0 - share)
     return tokens.mask & (entropy >= threshold)

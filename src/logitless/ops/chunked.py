@@ -7,17 +7,16 @@ a padded copy of the head.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens, take
+from logitless.ops.derivatives import Differentiated, first_only, live, values_of
 from logitless.ops.softmax import (
     Normaliser,
     d_logits_tile,
@@ -33,16 +32,6 @@ BLOCK_N = 512
 BLOCK_V = 2048
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Differentiated:
-    """Which inputs a gradient is wanted for: travels with the residuals, and stays a static choice there."""
-
-    hidden: bool
-    lm_head: bool
-    bias: bool
-
-
 class _Residuals(NamedTuple):
     hidden: Float[Array, "N D"]
     lm_head: Float[Array, "..."]
@@ -52,7 +41,7 @@ class _Residuals(NamedTuple):
     scalars: LogitScalars
     stats: TokenStats
     normaliser: Normaliser
-    differentiated: _Differentiated
+    differentiated: Differentiated
 
 
 def linear_token_stats_chunked(
@@ -75,25 +64,16 @@ def _token_stats(hidden, lm_head, bias, targets, mask, scalars, options):
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
-    if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
-        raise NotImplementedError(
-            "linear_token_stats: implementation 'chunked' does not differentiate temperature, softcap and logit_scale; "
-            "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
-        )
-    differentiated = _Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
-    hidden, lm_head, bias, targets, mask, scalars = jax.tree.map(
-        lambda primal: primal.value, (hidden, lm_head, bias, targets, mask, scalars)
-    )
+    differentiated = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    primals = values_of("linear_token_stats", (hidden, lm_head, bias, targets, mask, scalars), scalars)
     # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs",))
-    residuals = _Residuals(hidden, lm_head, bias, targets, mask, scalars, stats, normaliser, differentiated)
+    stats, normaliser = _forward(*primals, options, also=("logprobs",))
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, residuals
+    return asked, _Residuals(*primals, stats, normaliser, differentiated)
 
 
 def _token_stats_bwd(options, residuals, cotangents):
-    d_stats = TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
-    return *_backward(residuals, d_stats, options), None, None, None
+    return *_backward(residuals, live(cotangents), options), None, None, None
 
 
 _token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
@@ -139,12 +119,13 @@ class _Gradients(NamedTuple):
     bias: Float[Array, " v"] | None
 
 
+@first_only("linear_token_stats")
 def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> _Gradients:
     hidden, lm_head, bias, targets, mask, scalars, stats, normaliser, wanted = residuals
-    live = [d != 0 for d in d_stats if d is not None]
-    if not live:
+    flowing = [d != 0 for d in d_stats if d is not None]
+    if not flowing:
         return _Gradients(None, None, None)
-    active = functools.reduce(jnp.logical_or, live)
+    active = functools.reduce(jnp.logical_or, flowing)
     tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     targets = tokens.gather(targets, vocab.vocab)
@@ -233,7 +214,11 @@ def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
 def _head_block(
     lm_head: Float[Array, "..."], bias: Float[Array, " V"] | None, columns: VocabSlice, options: HeadOptions
 ) -> tuple[Float[Array, "..."], Float[Array, " v"] | None]:
-    return columns.of(lm_head, options.layout.index("V")), None if bias is None else columns.of(bias, 0)
+    w = columns.of(lm_head, options.layout.index("V"))
+    if w.dtype.itemsize == 2:
+        # XLA:CPU has no 16-bit products. Without the barrier it widens the whole head once, before the loop.
+        w = lax.platform_dependent(w, cpu=lax.optimization_barrier, default=lambda w: w)
+    return w, None if bias is None else columns.of(bias, 0)
 
 
 def _logits_tile(

@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.chunked import vocab_cut
+from logitless.ops.derivatives import first_only, live, values_of
 from logitless.ops.softmax import (
     Normaliser,
     d_logits_tile,
@@ -40,30 +40,29 @@ def _token_stats(logits, targets, mask, scalars, options):
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_stats_fwd(logits, targets, mask, scalars, options):
-    if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
-        raise NotImplementedError(
-            "token_stats: implementation 'chunked' does not differentiate temperature, softcap and logit_scale; "
-            "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
-        )
-    logits, targets, mask, scalars = jax.tree.map(lambda primal: primal.value, (logits, targets, mask, scalars))
+    primals = values_of("token_stats", (logits, targets, mask, scalars), scalars)
     # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(logits, targets, mask, scalars, options, also=("logprobs",))
+    stats, normaliser = _forward(*primals, options, also=("logprobs",))
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, (logits, targets, mask, scalars, stats, normaliser)
+    return asked, (*primals, stats, normaliser)
 
 
 def _token_stats_bwd(options, residuals, cotangents):
+    return _backward(residuals, live(cotangents), options), None, None, None
+
+
+@first_only("token_stats")
+def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Float[Array, "N V"] | None:
     logits, targets, mask, scalars, stats, normaliser = residuals
-    d_stats = TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
     if not any(d is not None for d in d_stats):
-        return None, None, None, None
+        return None
     terms = row_terms(stats, normaliser, d_stats, scalars, logits.shape[1])
     z = transform_logits(logits.astype(accumulator(logits.dtype)), scalars)
     # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
     d_logits = d_logits_tile(z, targets, terms, scalars)
     if mask is not None:
         d_logits = jnp.where(mask[:, None], d_logits, 0.0)
-    return d_logits.astype(logits.dtype), None, None, None
+    return d_logits.astype(logits.dtype)
 
 
 _token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
