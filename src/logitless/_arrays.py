@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Bool, Float, Int, Num
 
 Array = jax.Array | np.ndarray
@@ -37,7 +38,7 @@ def _describe(value: object) -> str:
 
 def is_concrete(*values: object) -> bool:
     """True when none of the values is traced, so that numbers may be read and checked."""
-    return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
 def common_dtype(*dtypes: np.dtype) -> np.dtype:

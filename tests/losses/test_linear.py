@@ -1,5 +1,6 @@
 """Policy losses from hidden states: equal to the loss of log-probabilities from logits that are held."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ PAIRS: dict[str, tuple[Callable[..., LossOutput], Callable[..., LossOutput], dic
 }
 B, T, D, V = 3, 4, 5, 11
 HEAD_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5}
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def _case(seed: int = 0) -> dict[str, Any]:
@@ -98,13 +99,12 @@ def _both(
         return plain(logprobs, *after, **options, **rest, entropy=entropy if reads else None)
 
     def run(f: Callable[..., LossOutput]) -> Any:
-        return jax.jit(jax.value_and_grad(f, has_aux=True))(weights)
+        return jax.value_and_grad(f, has_aux=True)(weights)
 
     return run(from_hidden), run(naive)
 
 
-@pytest.mark.parametrize("layout", ["VD", "DV"])
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("name", "layout"), [*[(name, "VD") for name in PAIRS], ("policy", "DV")])
 def test_presets_equal_the_naive_composition(x64, name, layout):
     linear, plain, more = PAIRS[name]
     options = {"kl": "k3", "kl_coef": 0.1, "clip_high": 0.1} | more
@@ -135,15 +135,17 @@ def test_entropy_from_hidden_states(x64, options):
     assert np.max(np.abs(ours[1]["lm_head"] - without[1]["lm_head"])) > 1e-4
 
 
-@pytest.mark.parametrize("how", [{"implementation": "reference"}, {"block_sizes": {"block_n": 2, "block_v": 3}}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"implementation": "reference"}, {"block_sizes": {"block_n": 2, "block_v": 3}}], ids=str
+)
 def test_implementation_and_block_size_change_nothing(x64, how):
-    # case 80
+    # Case 80
     ours, naive = _both(_case(3), everything("clip"), how=how)
     assert_same(ours, naive, **CLOSE)
 
 
 def test_row_order_changes_nothing(x64):
-    # case 80
+    # Case 80
     arrays, order = _case(4), np.array([2, 0, 1])
     moved = {name: x if name in ("lm_head", "bias") else x[order] for name, x in arrays.items()}
     (value, gradients), _ = _both(arrays, everything("clip"))
@@ -158,13 +160,13 @@ def test_packed_rows(x64):
     ours, naive = _both(arrays, everything("sequence-clip"))
     assert_same(ours, naive, **CLOSE)
     # padding is skipped like a masked token
-    poisoned = arrays | {"hidden": arrays["hidden"].at[2, 3].set(jnp.nan)}
+    poisoned = arrays | {"hidden": jnp.asarray(arrays["hidden"]).at[2, 3].set(jnp.nan)}
     assert_same(_both(poisoned, everything("sequence-clip"))[0], ours)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_hidden_states_may_hold_anything(x64, poison):
-    # case 52, through the head; and targets that are no token
+    # Case 52, through the head; and targets that are no token
     arrays = _case(6)
     counts = jnp.asarray(arrays["mask"] != 0)
     wild = arrays | {"hidden": jnp.where(counts[..., None], arrays["hidden"], poison)}
@@ -223,7 +225,7 @@ def test_frozen_head(x64):
 
 
 def test_temperature_belongs_to_policy_old_and_reference(x64):
-    # case 50
+    # Case 50
     f = fixture()
     expected = [[-0.50521966, -3.37025096, -2.56486337], [-1.7122582, -1.48602676, -4.0410106]]
     h, w = jnp.asarray(f["hidden"]), jnp.asarray(f["lm_head"])
@@ -242,7 +244,7 @@ def test_reported_numbers_from_hidden_states(dtype):
     f = as_jax(fixture(), dtype)
     options: dict[str, Any] = {"layout": "VD", "clip_low": 0.2, "clip_high": 0.2}
     args = (f["hidden"], f["lm_head"], f["targets"], f["old_logprobs"], f["advantages"], f["mask"])
-    tolerance = {"rtol": 0.0, "atol": 1e-9} if dtype == "float64" else {"rtol": 2e-6, "atol": 0.0}
+    tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 1e-9} if dtype == "float64" else {"rtol": 2e-6, "atol": 0.0}
     assert_close(linear_grpo_loss(*args, **options).loss, -0.1532531801, **tolerance)
     assert_close(linear_bnpo_loss(*args, **options).loss, -0.4529750231, **tolerance)
     assert_close(linear_dapo_loss(*args, **options).loss, -0.4529750231, **tolerance)
@@ -269,7 +271,7 @@ def test_refusals(name):
     with pytest.raises(ValueError, match=r"old_logprobs of shape \(2, 2\), logprobs of shape \(2, 3\)"):
         call(old=jnp.ones((2, 2)))
     for shape in ((2, 2), (1, 3), (3,)):
-        with pytest.raises(ValueError, match=rf"segment_ids of shape {shape}, \w+ of shape \(2, 3\)".replace("(2, 2),", r"\(2, 2\),").replace("(1, 3),", r"\(1, 3\),").replace("(3,),", r"\(3,\),")):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(f"segment_ids of shape {shape}, mask of shape (2, 3)")):
             call(segment_ids=jnp.ones(shape, jnp.int32), advantages=x)
     with pytest.raises(TypeError, match="entropy is computed from the hidden states"):
         call(entropy=x)

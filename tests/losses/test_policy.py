@@ -1,5 +1,7 @@
 """Properties that every policy loss has, whatever its options."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,43 +24,42 @@ from policy_inputs import (
 from logitless import policy_loss
 
 POISONS = [np.nan, np.inf, -np.inf, 1e4, -1e4]
-ROUNDING = {"rtol": 1e-12, "atol": 1e-14}
+# One policy of every kind.
+FEW = ("clip", "vespo", "sequence-clip", "sequence-token-clip")
+ROUNDING: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}
 
 
-@pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_masked_values_never_matter(dtype, policy, poison):
-    # case 52
+def test_masked_values_never_matter(policy):
+    # Case 52
     clean = random_case(np.random.default_rng(1), (3, 4))
     clean["mask"][2] = False
-    poisoned, zeroed = dict(clean), dict(clean)
-    for name, x in clean.items():
-        if name != "mask":
-            poisoned[name] = np.where(clean["mask"], x, poison)
-            zeroed[name] = np.where(clean["mask"], x, 0.0)
+
+    def fill(value: float) -> dict[str, np.ndarray]:
+        return {name: x if name == "mask" else np.where(clean["mask"], x, value) for name, x in clean.items()}
+
     options = everything(policy)
     if policy != "vespo":
         options["rollout_level"] = "sequence"
     options["top_entropy_quantile"] = 0.6
-    one = loss_and_grad(poisoned, options, dtype=dtype, with_entropy=True)
-    two = loss_and_grad(zeroed, options, dtype=dtype, with_entropy=True)
+    one = loss_and_grad(fill(0.0), options, dtype="float32", with_entropy=True)
     assert np.isfinite(one[0]), one[0]
-    assert_same(one, two)
+    for poison in POISONS:
+        assert_same(loss_and_grad(fill(poison), options, dtype="float32", with_entropy=True), one)
     for gradient in one[1].values():
         assert_close(np.where(clean["mask"], 0.0, gradient), np.zeros((3, 4)), rtol=0.0, atol=0.0, what="gradient")
     assert np.any(one[1]["logprobs"] != 0)
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0), (0, 0)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("policy", ["clip", "vespo", "sequence-clip", "sequence-token-clip"])
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+@pytest.mark.parametrize(("policy", "packed"), [*[(policy, False) for policy in FEW], ("sequence-clip", True)])
 def test_nothing_counts(policy, packed, shape):
-    # cases 76, 78: no rows, no tokens, or no counted token: loss 0, gradient 0, no NaN anywhere
+    # Cases 76, 78: no rows, no tokens, or no counted token: loss 0, gradient 0, no NaN anywhere
     arrays = random_case(np.random.default_rng(2), shape)
     arrays = {name: np.full(shape, np.nan) for name in arrays} | {"mask": np.zeros(shape, bool)}
     if packed:
         arrays["segment_ids"] = np.ones(shape, np.int32)
-    for aggregation in AGGREGATIONS:
+    for aggregation in AGGREGATIONS if policy == "clip" else ("sequence_mean",):
         options = everything(policy, aggregation) | {"top_entropy_quantile": 0.5}
         loss, gradients, metrics = loss_and_grad(arrays, options, dtype="float32", with_entropy=True)
         assert_close(loss, 0.0, atol=0.0, what=f"loss, {aggregation}")
@@ -71,9 +72,9 @@ def test_nothing_counts(policy, packed, shape):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_order_of_rows_and_tokens_is_free(x64, policy, aggregation):
-    # case 80
+    # Case 80
     rng = np.random.default_rng(3)
     arrays = random_case(rng, (3, 4))
     options = everything(policy, aggregation)
@@ -84,18 +85,20 @@ def test_order_of_rows_and_tokens_is_free(x64, policy, aggregation):
     assert_same(loss_and_grad(moved, options, with_entropy=True), (loss, moved_grads, metrics), **ROUNDING)
 
 
-# Sequences of the unpacked batch: 3, 2, 1 and 2 tokens, the third fully masked; the last one starts in a second row and
-# takes up an id that its row has used before.
-LENGTHS = [3, 2, 1, 2]
-SEGMENT_IDS = np.array([[5, 5, 5, 2, 2, 0], [0, 7, 4, 4, 0, 0]])
-STARTS = [(0, 0), (0, 3), (1, 1), (1, 2)]
+# Sequences of the unpacked batch: 3, 2, 1 and 4 tokens, the third fully masked; the last one takes up an id that is
+# used in another row.
+LENGTHS = [3, 2, 1, 4]
+SEGMENT_IDS = np.array([[5, 5, 5, 2, 2, 0], [7, 2, 2, 2, 2, 0]])
+STARTS = [(0, 0), (0, 3), (1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "aggregation"),
+    [*[("sequence-clip", a) for a in AGGREGATIONS], *[(p, "sequence_mean") for p in ("clip", "vespo")]],
+)
 def test_packing_equals_unpacking(x64, policy, aggregation):
-    arrays = random_case(np.random.default_rng(4), (4, 3))
-    arrays["mask"] = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [1, 1, 0]])
+    arrays = random_case(np.random.default_rng(4), (4, 4))
+    arrays["mask"] = np.array([[1, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 1]])
     packed = {name: np.full((2, 6), np.nan if name != "mask" else 1) for name in arrays}
     options = everything(policy, aggregation)
     if policy != "vespo":
@@ -113,15 +116,15 @@ def test_packing_equals_unpacking(x64, policy, aggregation):
 
 
 def test_a_used_id_starts_a_new_segment(x64):
-    arrays = random_case(np.random.default_rng(5), (1, 6)) | {"mask": np.ones((1, 6), int)}
+    arrays = random_case(np.random.default_rng(5), (2, 6)) | {"mask": np.ones((2, 6), int)}
     options = everything("sequence-clip")
-    same = loss_and_grad(arrays | {"segment_ids": np.array([[1, 1, 2, 2, 1, 0]])}, options)
-    assert_same(loss_and_grad(arrays | {"segment_ids": np.array([[1, 1, 2, 2, 3, 0]])}, options), same)
+    same = loss_and_grad(arrays | {"segment_ids": np.array([[1, 1, 2, 2, 1, 0]] * 2)}, options)
+    assert_same(loss_and_grad(arrays | {"segment_ids": np.array([[1, 1, 2, 2, 3, 0]] * 2)}, options), same)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_micro_batches_with_a_total_add_up(x64, policy):
-    # case 72
+    # Case 72
     arrays = random_case(np.random.default_rng(6), (3, 4))
     options = everything(policy) | {"aggregation": "given_total", "total": int(arrays["mask"].sum())}
     loss, grad, metrics = loss_and_grad(arrays, options)
@@ -146,11 +149,11 @@ def test_total_of_zero_means_one(x64):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_old_none_is_the_policy_itself(dtype, policy):
+def test_old_none_is_the_policy_itself(policy):
     arrays = random_case(np.random.default_rng(7), (3, 4))
     options = everything(policy)
-    itself = loss_and_grad(arrays | {"old_logprobs": arrays["logprobs"]}, options, dtype=dtype)
-    assert_same(loss_and_grad(arrays | {"old_logprobs": None}, options, dtype=dtype), itself)
+    itself = loss_and_grad(arrays | {"old_logprobs": arrays["logprobs"]}, options, dtype="float32")
+    assert_same(loss_and_grad(arrays | {"old_logprobs": None}, options, dtype="float32"), itself)
 
 
 @pytest.mark.parametrize("old", ["none", "equal"])
@@ -169,7 +172,7 @@ def test_on_policy_gradient_survives_a_clip_range_of_zero(dtype, level, delta, o
     assert_close(metrics["clip_region"], (0, 5))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_jit_equals_eager(x64, policy):
     arrays = as_jax(random_case(np.random.default_rng(8), (3, 4)))
     options = everything(policy)
@@ -240,7 +243,7 @@ def test_numpy_arrays_at_the_door(x64):
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     aggregation=st.sampled_from(sorted(AGGREGATIONS)),
-    shape=st.sampled_from([(1, 1), (2, 5)]),
+    shape=st.sampled_from([(2, 3), (3, 4)]),
     seed=st.integers(0, 2**16),
     data=st.data(),
 )

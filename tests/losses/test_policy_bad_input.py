@@ -29,7 +29,10 @@ def _needs(message: str, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        *[({"delta": 2.0, "surrogate": s}, ("delta=2.0", f"surrogate='{s}'")) for s in ("none", "cispo", "sapo", "vespo")],
+        *[
+            ({"delta": 2.0, "surrogate": s}, ("delta=2.0", f"surrogate='{s}'"))
+            for s in ("none", "cispo", "sapo", "vespo")
+        ],
         *[
             ({"ratio_level": level, "surrogate": s}, (f"ratio_level='{level}'", f"surrogate='{s}'"))
             for level in ("sequence", "sequence_token")
@@ -80,7 +83,7 @@ def test_options_that_exclude_each_other(options, names):
 @pytest.mark.parametrize(
     ("option", "value", "more"),
     [
-        # case 64
+        # Case 64
         *[("clip_low", x, {}) for x in (-0.1, 1.2, float("nan"))],
         *[("clip_high", x, {}) for x in (-0.1, float("nan"))],
         *[("delta", x, {}) for x in (0.0, -1.0)],
@@ -130,7 +133,7 @@ def test_unknown_names_come_with_the_nearest(option, given, nearest, monkeypatch
 @pytest.mark.parametrize("name", ["mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "segment_ids"])
 @pytest.mark.parametrize("shape", [(2, 2), (3,), (2, 1), (1, 3), (3, 2)])
 def test_another_shape_names_both(name, shape):
-    # case 26: nothing is broadcast
+    # Case 26: nothing is broadcast
     array = jnp.ones(shape, jnp.int32 if name in ("mask", "segment_ids") else jnp.float32)
     options: dict[str, Any] = {name: array}
     if name == "segment_ids":
@@ -148,7 +151,7 @@ def test_advantages_of_the_wrong_rank_or_shape(shape):
 
 
 def test_advantages_of_one_column_where_there_is_one_token():
-    one = {name: jnp.ones((2, 1)) for name in ("logprobs", "old_logprobs", "mask")}
+    one: dict[str, Any] = {name: jnp.ones((2, 1)) for name in ("logprobs", "old_logprobs", "mask")}
     assert policy_loss(**one, advantages=jnp.ones((2, 1))).loss == -1
     assert policy_loss(**one, advantages=jnp.ones(2)).loss == -1
 

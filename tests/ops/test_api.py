@@ -145,13 +145,16 @@ def test_40_a_frozen_head_costs_no_gradient(implementation, layout):
     def compiled(argnums):
         loss = logprob_sum(problem, implementation, layout=layout, block_sizes={"block_v": 256})
         program = jax.jit(jax.grad(loss, argnums)).lower(problem.hidden, head).compile()
-        return program, program.as_text()
+        text = program.as_text()
+        assert text is not None
+        return program, text
 
     frozen, text = compiled(0)
     trained, trained_text = compiled((0, 1))
     assert text.count(" dot(") == 3 and trained_text.count(" dot(") == 4
     head_bytes = head.size * 4
-    assert frozen.memory_analysis().temp_size_in_bytes < head_bytes
+    memory = frozen.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < head_bytes
     # Nothing that the frozen program makes has the head's shape, in either order of axes.
     made = [line for line in text.splitlines() if "parameter(" not in line and "get-tuple-element" not in line]
     assert not any(f"= f32[{a},{b}]" in line for line in made for a, b in [head.shape, head.shape[::-1]])

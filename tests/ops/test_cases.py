@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
+from logitless.ops.types import Layout
 from problems import fixture_f
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -296,10 +297,11 @@ def test_a_row_without_a_finite_logit_is_nan_and_spoils_no_other(implementation)
 
 def test_22_24_no_index_passes_32_bits_at_five_billion_logits():
     shape = jax.ShapeDtypeStruct
-    for n, d, v, layout in [(32768, 8, 151936, "VD"), (4, 16384, 262144, "DV")]:
+    cases: list[tuple[int, int, int, Layout]] = [(32768, 8, 151936, "VD"), (4, 16384, 262144, "DV")]
+    for n, d, v, layout in cases:
         head = shape((v, d) if layout == "VD" else (d, v), jnp.bfloat16)
 
-        def loss(h, w, t, layout=layout):
+        def loss(h, w, t, layout: Layout = layout):
             return linear_logprobs(h, w, t, layout=layout, implementation="chunked").sum()
 
         jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(shape((n, d), jnp.bfloat16), head, shape((n,), jnp.int32))

@@ -140,8 +140,8 @@ def off_policy(logprobs: np.ndarray, seed: int = 0) -> np.ndarray:
 def load_qwen2(weights: Weights) -> Any:
     """The weights as Tunix's Qwen2, which is this very decoder once its QKV biases are zero."""
     import jax.numpy as jnp
-    from flax import nnx
-    from tunix.models.qwen2.model import ModelConfig, Qwen2
+    from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
+    from tunix.models.qwen2.model import ModelConfig, Qwen2  # pyright: ignore[reportMissingImports] - of the train extra
 
     shape = weights.shape
     config = ModelConfig(
@@ -193,7 +193,7 @@ def forward(model: Any, tokens: np.ndarray, valid: np.ndarray) -> Any:
     """Hidden states `[B, L, D]` after the final norm. The logits are never used, so XLA never computes them."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
+    from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
 
     graph, state = nnx.split(model)
 

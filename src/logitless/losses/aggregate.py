@@ -7,8 +7,6 @@ from logitless._arrays import Array as AnyArray
 from logitless._arrays import Scalar
 from logitless.losses.sequences import Sequences
 
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "given_total", "sequence_sum")
-
 
 def ratio_or_zero(total: Float[Array, "..."], count: Float[Array, "..."]) -> Float[Array, "..."]:
     """`total / count`; 0, with a gradient of 0, where the count is 0."""
@@ -37,7 +35,7 @@ def aggregate(
         losses: token losses; what stands outside the mask is not read.
         mask: True counts.
         sequences: what one sequence is.
-        aggregation: one of `AGGREGATIONS`; the formulas are in `logitless.losses.policy.policy_loss`.
+        aggregation: as `logitless.losses.policy.policy_loss` lists them.
         total: denominator of `"given_total"`; None for the tokens of this batch.
         max_completion_length: tokens a sequence may have, for `"constant"`.
 

@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-KL_ESTIMATORS = ("none", "k1", "k2", "k3")
-
 
 def kl_estimate(
     logprobs: Float[Array, "B T"], ref_logprobs: Float[Array, "B T"], estimator: str, clamp: float | None = None

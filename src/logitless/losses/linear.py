@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar
+from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, shape_error
 from logitless.losses.policy import LossOutput, policy_loss
 from logitless.losses.policy_options import PolicyOptions, as_mask, is_off
 from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
@@ -381,7 +381,6 @@ def _reduce(
     weights: FloatArray | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
-    assert stats.logprobs is not None
     return cross_entropy_of_stats(
         stats.logprobs,
         stats.lse,
@@ -411,8 +410,10 @@ def _from_hidden(
     if "entropy" in rest:
         raise TypeError(f"{name}: entropy is computed from the hidden states; leave it out")
     counts = as_mask(name, mask)
-    if (segment_ids := rest.get("segment_ids")) is not None:
-        counts = counts & (jnp.asarray(cast(Any, segment_ids)) != 0)
+    if (segment_ids := cast(Any, rest.get("segment_ids"))) is not None:
+        if jnp.shape(segment_ids) != jnp.shape(mask):
+            raise shape_error(name, {"segment_ids": segment_ids, "mask": mask}, "both must be [B, T]")
+        counts = counts & (jnp.asarray(segment_ids) != 0)
     reads_entropy = not is_off(rest.get("entropy_coef", 0.0)) or rest.get("top_entropy_quantile") is not None
     outputs = ("logprobs", "entropy") if reads_entropy else ("logprobs",)
     stats = linear_token_stats(hidden, lm_head, targets, mask=counts, outputs=outputs, **cast(Any, head))

@@ -261,7 +261,7 @@ def _prepare(
         rollout_gap=gap,
         entropy=None if entropy is None else inside(entropy),
     )
-    return tokens, find_sequences(new.shape, segment_ids, dtype)
+    return tokens, find_sequences((new.shape[0], new.shape[1]), segment_ids, dtype)
 
 
 def _log_ratio(tokens: _Tokens, sequences: Sequences, level: str) -> Float[Array, "B T"]:

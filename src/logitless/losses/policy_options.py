@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
+import jax
 import jax.numpy as jnp
 
 from logitless._arrays import Array, IntArray, MaskArray, Scalar, is_concrete, shape_error
@@ -69,7 +70,6 @@ _NAMES = {
 class CommonOptions(TypedDict, total=False):
     """Options that every preset takes; `policy_loss` explains them."""
 
-    kl: KLName
     kl_bias_correction: bool
     kl_clamp: float | None
     rollout_logprobs: Array | None
@@ -86,6 +86,7 @@ class CommonOptions(TypedDict, total=False):
 class PolicyOptions(CommonOptions, total=False):
     """All options of `policy_loss`."""
 
+    kl: KLName
     ratio_level: RatioLevel
     surrogate: Surrogate
     clip_low: Scalar
@@ -185,7 +186,7 @@ def check_shapes(name: str, logprobs: Array, arrays: Mapping[str, Array | None],
         )
 
 
-def as_mask(name: str, mask: MaskArray, argument: str = "mask") -> Array:
+def as_mask(name: str, mask: MaskArray, argument: str = "mask") -> jax.Array:
     """The mask as bool; any number but 0 counts."""
     mask = jnp.asarray(mask)
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.number):

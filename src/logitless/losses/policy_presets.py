@@ -7,9 +7,9 @@ from logitless.losses.policy import LossOutput, policy_loss
 from logitless.losses.policy_options import CommonOptions, KLName, is_off
 
 
-def _kl(kl_coef: Scalar, options: CommonOptions) -> KLName:
+def _kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
     """A preset names an estimator only where the divergence counts."""
-    return options.pop("kl", "none" if is_off(kl_coef) else "k3")
+    return kl or ("none" if is_off(kl_coef) else "k3")
 
 
 def grpo_loss(
@@ -21,6 +21,7 @@ def grpo_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     delta: Scalar | None = None,
+    kl: KLName | None = None,
     kl_coef: Scalar = 0.0,
     ref_logprobs: FloatArray | None = None,
     **options: Unpack[CommonOptions],
@@ -39,9 +40,10 @@ def grpo_loss(
         clip_low: distance below 1.
         clip_high: distance above 1.
         delta: upper bound of the ratio, or None.
-        kl_coef: factor of the divergence from the reference; `kl` is `"k3"` unless it is 0 or `kl` is given.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
+        kl_coef: factor of the divergence from the reference.
         ref_logprobs: `[B, T]`.
-        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
 
     Returns:
         `LossOutput`.
@@ -66,7 +68,7 @@ def grpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl_coef, options),
+        kl=_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         **options,
@@ -82,6 +84,7 @@ def bnpo_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     delta: Scalar | None = None,
+    kl: KLName | None = None,
     kl_coef: Scalar = 0.0,
     ref_logprobs: FloatArray | None = None,
     **options: Unpack[CommonOptions],
@@ -100,9 +103,10 @@ def bnpo_loss(
         clip_low: distance below 1.
         clip_high: distance above 1.
         delta: upper bound of the ratio, or None.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
         kl_coef: factor of the divergence from the reference.
         ref_logprobs: `[B, T]`.
-        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
 
     Returns:
         `LossOutput`. The denominator is that of the batch given: losses of micro-batches do not add up; `dapo_loss`
@@ -128,7 +132,7 @@ def bnpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl_coef, options),
+        kl=_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="token_mean",
@@ -146,6 +150,7 @@ def dr_grpo_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     delta: Scalar | None = None,
+    kl: KLName | None = None,
     kl_coef: Scalar = 0.0,
     ref_logprobs: FloatArray | None = None,
     **options: Unpack[CommonOptions],
@@ -165,9 +170,10 @@ def dr_grpo_loss(
         clip_low: distance below 1.
         clip_high: distance above 1.
         delta: upper bound of the ratio, or None.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
         kl_coef: factor of the divergence from the reference.
         ref_logprobs: `[B, T]`.
-        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
 
     Returns:
         `LossOutput`.
@@ -192,7 +198,7 @@ def dr_grpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl_coef, options),
+        kl=_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="constant",
@@ -211,6 +217,7 @@ def dapo_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.28,
     delta: Scalar | None = None,
+    kl: KLName | None = None,
     kl_coef: Scalar = 0.0,
     ref_logprobs: FloatArray | None = None,
     **options: Unpack[CommonOptions],
@@ -231,9 +238,10 @@ def dapo_loss(
         clip_low: distance below 1.
         clip_high: distance above 1.
         delta: upper bound of the ratio, or None.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
         kl_coef: factor of the divergence from the reference.
         ref_logprobs: `[B, T]`.
-        **options: `kl` and the rollout, entropy and packing options of `policy_loss`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
 
     Returns:
         `LossOutput`.
@@ -258,7 +266,7 @@ def dapo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl_coef, options),
+        kl=_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="given_total",

@@ -202,7 +202,6 @@ def linear_logprobs(
         block_sizes=block_sizes,
         precision=precision,
     )
-    assert stats.logprobs is not None
     return stats.logprobs
 
 
@@ -331,7 +330,6 @@ def token_logprobs(
         sharding=sharding,
         block_sizes=block_sizes,
     )
-    assert stats.logprobs is not None
     return stats.logprobs
 
 
@@ -459,7 +457,7 @@ def _check_options(
                 f"{name}: logits_dtype={logits_dtype!r}; it must be a floating-point dtype such as 'bfloat16'"
             )
         logits_dtype = dtype.name
-    ordered = tuple(output for output in OUTPUT_NAMES if output in outputs)
+    ordered: tuple[OutputName, ...] = tuple(output for output in OUTPUT_NAMES if output in outputs)
     return HeadOptions(layout, ordered, logits_dtype, precision, **{key: int(size) for key, size in sizes.items()})
 
 

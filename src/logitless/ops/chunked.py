@@ -33,12 +33,9 @@ BLOCK_V = 2048
 
 
 class _Residuals(NamedTuple):
-    hidden: Float[Array, "N D"]
-    lm_head: Float[Array, "..."]
-    bias: Float[Array, " V"] | None
-    targets: Int[Array, " N"]
-    mask: Bool[Array, " N"] | None
-    scalars: LogitScalars
+    """The inputs as they came, and the few numbers per token that the backward pass starts from."""
+
+    inputs: tuple
     stats: TokenStats
     normaliser: Normaliser
     differentiated: Differentiated
@@ -57,19 +54,23 @@ def linear_token_stats_chunked(
     return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _token_stats(hidden, lm_head, bias, targets, mask, scalars, options):
+def _primal(hidden, lm_head, bias, targets, mask, scalars, options):
     return _forward(hidden, lm_head, bias, targets, mask, scalars, options)[0]
+
+
+_token_stats = jax.custom_vjp(_primal, nondiff_argnums=(6,))
 
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
     differentiated = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
-    primals = values_of("linear_token_stats", (hidden, lm_head, bias, targets, mask, scalars), scalars)
+    hidden, lm_head, bias, targets, mask, scalars = primals = values_of(
+        "linear_token_stats", (hidden, lm_head, bias, targets, mask, scalars), scalars
+    )
     # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(*primals, options, also=("logprobs",))
+    stats, normaliser = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs",))
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, _Residuals(*primals, stats, normaliser, differentiated)
+    return asked, _Residuals(primals, stats, normaliser, differentiated)
 
 
 def _token_stats_bwd(options, residuals, cotangents):
@@ -121,7 +122,7 @@ class _Gradients(NamedTuple):
 
 @first_only("linear_token_stats")
 def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> _Gradients:
-    hidden, lm_head, bias, targets, mask, scalars, stats, normaliser, wanted = residuals
+    (hidden, lm_head, bias, targets, mask, scalars), stats, normaliser, wanted = residuals
     flowing = [d != 0 for d in d_stats if d is not None]
     if not flowing:
         return _Gradients(None, None, None)

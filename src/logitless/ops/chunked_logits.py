@@ -1,7 +1,5 @@
 """Logits that the caller already holds, read in blocks by XLA: no second array of their size but their gradient."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,16 +31,18 @@ def token_stats_chunked(
     return _token_stats(logits, targets, mask, scalars, options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _token_stats(logits, targets, mask, scalars, options):
+def _primal(logits, targets, mask, scalars, options):
     return _forward(logits, targets, mask, scalars, options)[0]
+
+
+_token_stats = jax.custom_vjp(_primal, nondiff_argnums=(4,))
 
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_stats_fwd(logits, targets, mask, scalars, options):
-    primals = values_of("token_stats", (logits, targets, mask, scalars), scalars)
+    logits, targets, mask, scalars = primals = values_of("token_stats", (logits, targets, mask, scalars), scalars)
     # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(*primals, options, also=("logprobs",))
+    stats, normaliser = _forward(logits, targets, mask, scalars, options, also=("logprobs",))
     asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
     return asked, (*primals, stats, normaliser)
 

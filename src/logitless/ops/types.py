@@ -1,7 +1,7 @@
 """What the door hands to every implementation: plain data, no arithmetic."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -15,6 +15,8 @@ OUTPUT_NAMES: tuple[OutputName, ...] = ("logprobs", "lse", "entropy", "mean_logi
 class TokenStats(NamedTuple):
     """Per-token numbers of one softmax, each of the shape of `targets`; None where not asked for.
 
+    Who asks for a statistic need not tell a type checker that it is there: hence `Any` beside the array.
+
     Attributes:
         logprobs: log-probability of the target, in nats.
         lse: log-sum-exp of the logits after softcap and temperature, in nats.
@@ -22,10 +24,10 @@ class TokenStats(NamedTuple):
         mean_logits: mean of the logits over the true vocabulary.
     """
 
-    logprobs: Float[Array, "..."] | None = None
-    lse: Float[Array, "..."] | None = None
-    entropy: Float[Array, "..."] | None = None
-    mean_logits: Float[Array, "..."] | None = None
+    logprobs: Float[Array, "..."] | Any = None
+    lse: Float[Array, "..."] | Any = None
+    entropy: Float[Array, "..."] | Any = None
+    mean_logits: Float[Array, "..."] | Any = None
 
 
 class LogitScalars(NamedTuple):
