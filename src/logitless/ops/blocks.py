@@ -1,5 +1,6 @@
 """How tokens and vocabulary are cut into blocks, any sizes: places and counts, no arithmetic on values."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,11 +17,12 @@ class VocabSlice(NamedTuple):
 
     def of(self, x: Array, axis: int) -> Array:
         """The block's columns of `x`."""
-        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
+        return _as_bits(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, axis), x)
 
     def put(self, x: Array, block: Array, axis: int) -> Array:
         """`x` with these columns replaced, cast to its dtype."""
-        return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), self.start, axis)
+        block = block.astype(x.dtype)
+        return _as_bits(lambda x, block: lax.dynamic_update_slice_in_dim(x, block, self.start, axis), x, block)
 
     def met(self) -> Bool[Array, " v"] | None:
         """Columns that count already, or None where no block has any."""
@@ -105,3 +107,16 @@ def cut_tokens(mask: Bool[Array, " N"] | None, count: int, size: int) -> TokenCu
 def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:
     """Rows of `x`; an index past its end gives `fill`, and never touches what stands elsewhere."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=fill)
+
+
+def _as_bits(move: Callable[..., Array], *arrays: Array) -> Array:
+    """Moves 16-bit floats as integers on the CPU, where XLA would widen the whole array to float32 first."""
+    dtype = arrays[0].dtype
+    if dtype.itemsize != 2:
+        return move(*arrays)
+
+    def as_bits(*arrays: Array) -> Array:
+        moved = move(*(lax.bitcast_convert_type(x, jnp.uint16) for x in arrays))
+        return lax.bitcast_convert_type(moved, dtype)
+
+    return lax.platform_dependent(*arrays, cpu=as_bits, default=move)

@@ -215,11 +215,7 @@ def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
 def _head_block(
     lm_head: Float[Array, "..."], bias: Float[Array, " V"] | None, columns: VocabSlice, options: HeadOptions
 ) -> tuple[Float[Array, "..."], Float[Array, " v"] | None]:
-    w = columns.of(lm_head, options.layout.index("V"))
-    if w.dtype.itemsize == 2:
-        # XLA:CPU has no 16-bit products. Without the barrier it widens the whole head once, before the loop.
-        w = lax.platform_dependent(w, cpu=lax.optimization_barrier, default=lambda w: w)
-    return w, None if bias is None else columns.of(bias, 0)
+    return columns.of(lm_head, options.layout.index("V")), None if bias is None else columns.of(bias, 0)
 
 
 def _logits_tile(
