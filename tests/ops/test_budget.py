@@ -68,7 +68,8 @@ def check(size, dtype: str, layout: str, option: str, implementation: str, block
             oracle = program(layout, option, "reference", "own rule")(wide, cotangents.astype(jnp.float64))
         for name, *values in zip(names, ours, plain, oracle, strict=True):
             assert values[0].dtype == (jnp.float32 if name in OUTPUT_NAMES else problem.hidden.dtype)
-            assert_in_budget(name, *values)
+            # 256 blocks of 2 columns are 256 float32 partial sums, where plain jnp has one product.
+            assert_in_budget(name, *values, ulps=8 if blocks == "tiny blocks" else 4)
 
 
 @pytest.mark.parametrize("implementation", CANDIDATES)

@@ -52,16 +52,16 @@ class VocabCut(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A block of rows of any array whose first axis is the token axis."""
+    """A block of tokens of any array that has them on one axis."""
 
     start: Int[Array, ""]
     size: int
 
-    def of(self, x: Array) -> Array:
-        return lax.dynamic_slice_in_dim(x, self.start, self.size)
+    def of(self, x: Array, axis: int = 0) -> Array:
+        return lax.dynamic_slice_in_dim(x, self.start, self.size, axis)
 
-    def put(self, x: Array, rows: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
+    def put(self, x: Array, rows: Array, axis: int = 0) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, rows, self.start, axis)
 
 
 class TokenCut(NamedTuple):

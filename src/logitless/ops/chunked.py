@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -93,6 +94,7 @@ def _forward(
     tokens, vocab = _cut(hidden, lm_head, mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     targets = tokens.gather(targets, vocab.vocab)
+    v_axis = options.layout.index("V")
 
     def vocab_step(i, running):
         columns = vocab.block(i)
@@ -101,7 +103,8 @@ def _forward(
         def token_step(j, running):
             rows = tokens.rows(j)
             z = _logits_tile(take(hidden, rows.of(tokens.order)), w, b, scalars, options, dtype)
-            met = meet(jax.tree.map(rows.of, running), z, columns.column(rows.of(targets)), columns.met())
+            part = jax.tree.map(rows.of, running)
+            met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis)
             return jax.tree.map(rows.put, running, met)
 
         return lax.fori_loop(0, tokens.blocks, token_step, running)
@@ -113,9 +116,9 @@ def _forward(
 
 
 class _Gradients(NamedTuple):
-    """Gradients on their way, None where nobody asks: of hidden in places, of a block of the head as `[D, v]`."""
+    """Gradients on their way, None where nobody asks for one or nothing has been added yet."""
 
-    hidden: Float[Array, "K D"] | None
+    hidden: Float[Array, "..."] | None
     lm_head: Float[Array, "..."] | None
     bias: Float[Array, " v"] | None
 
@@ -148,55 +151,58 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
             rows = tokens.rows(j)
             h = take(hidden, rows.of(tokens.order))
             z = _logits_tile(h, w, b, scalars, options, dtype)
-            d_x = d_logits_tile(z, rows.of(targets) - columns.start, jax.tree.map(rows.of, terms), scalars)
-            return _add_products(block, d_x, h, fresh, rows, options)
+            column = rows.of(targets) - columns.start
+            d_x = d_logits_tile(z, column, jax.tree.map(rows.of, terms), scalars, v_axis)
+            return _add_products(block, d_x, h, fresh, rows, wanted, options)
 
-        block = _Gradients(
-            total.hidden,
-            # [D, v] in both layouts: the product that transposes the smaller side is the faster one.
-            jnp.zeros((hidden.shape[1], vocab.size), dtype) if wanted.lm_head else None,
-            jnp.zeros(vocab.size, dtype) if wanted.bias else None,
-        )
-        block = lax.fori_loop(0, tokens.blocks, token_step, block)
+        # The first block of tokens starts the sums, which then need neither zeros nor an addition.
+        block = token_step(0, _Gradients(total.hidden, None, None))
+        if tokens.order.shape[0] > tokens.size:
+            block = lax.fori_loop(1, tokens.blocks, token_step, block)
         return _Gradients(
             block.hidden,
-            columns.put(total.lm_head, block.lm_head if v_axis else jnp.transpose(block.lm_head), v_axis)
-            if wanted.lm_head
-            else None,
-            columns.put(total.bias, block.bias, 0) if wanted.bias else None,
+            None if block.lm_head is None else columns.put(total.lm_head, block.lm_head, v_axis),
+            None if block.bias is None else columns.put(total.bias, block.bias, 0),
         )
 
+    places = (targets.shape[0], hidden.shape[1])
     total = _Gradients(
-        jnp.zeros((targets.shape[0], hidden.shape[1]), dtype) if wanted.hidden else None,
+        jnp.zeros(places if v_axis else places[::-1], dtype) if wanted.hidden else None,
         jnp.zeros_like(lm_head) if wanted.lm_head else None,
         jnp.zeros_like(bias) if wanted.bias else None,
     )
     total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
     if total.hidden is not None:
-        total = total._replace(hidden=tokens.scatter(total.hidden.astype(hidden.dtype)))
+        d_hidden = total.hidden.astype(hidden.dtype)
+        total = total._replace(hidden=tokens.scatter(d_hidden if v_axis else d_hidden.T))
     return total
 
 
 def _add_products(
     block: _Gradients,
-    d_x: Float[Array, "n v"],
+    d_x: Float[Array, "..."],
     h: Float[Array, "n D"],
     w: Float[Array, "..."],
     rows: Rows,
+    wanted: Differentiated,
     options: HeadOptions,
 ) -> _Gradients:
     """Adds what a tile of logit gradients gives to each gradient that is wanted."""
+    v_axis = options.layout.index("V")
     d_hidden, d_w, d_bias = block
-    if d_bias is not None:
-        d_bias += jnp.sum(d_x, axis=0)
     dtype = d_x.dtype
+    if wanted.bias:
+        part = jnp.sum(d_x, axis=1 - v_axis)
+        d_bias = part if d_bias is None else d_bias + part
     # The one downcast of the logit gradient, for both products.
     d_x = d_x.astype(common_dtype(h.dtype, w.dtype))
     if d_hidden is not None:
-        grown = rows.of(d_hidden) + _product(d_x, w, (1, options.layout.index("V")), dtype, options)
-        d_hidden = rows.put(d_hidden, grown)
-    if d_w is not None:
-        d_w += _product(h, d_x, (0, 0), dtype, options)
+        part = _product(d_x, w, (1, 1), dtype, options) if v_axis else _product(w, d_x, (0, 0), dtype, options)
+        n_axis = 1 - v_axis
+        d_hidden = rows.put(d_hidden, rows.of(d_hidden, n_axis) + part, n_axis)
+    if wanted.lm_head:
+        part = _product(h, d_x, (0, 0), dtype, options) if v_axis else _product(d_x, h, (1, 0), dtype, options)
+        d_w = part if d_w is None else d_w + part
     return _Gradients(d_hidden, d_w, d_bias)
 
 
@@ -224,18 +230,20 @@ def _logits_tile(
     bias: Float[Array, " v"] | None,
     scalars: LogitScalars,
     options: HeadOptions,
-    dtype: jnp.dtype,
-) -> Float[Array, "n v"]:
-    x = _product(h, w, (1, options.layout.index("D")), dtype, options)
+    dtype: np.dtype,
+) -> Float[Array, "..."]:
+    """Logits of a block, `[n, v]` for a head `[D, V]` and `[v, n]` for `[V, D]`: no large operand is transposed."""
+    v_axis = options.layout.index("V")
+    x = _product(h, w, (1, 0), dtype, options) if v_axis else _product(w, h, (1, 1), dtype, options)
     if bias is not None:
-        x += bias.astype(dtype)[None, :]
+        x += jnp.expand_dims(bias.astype(dtype), 1 - v_axis)
     if options.logits_dtype is not None:
         x = x.astype(options.logits_dtype).astype(dtype)
     return transform_logits(x, scalars)
 
 
 def _product(
-    x: Array, y: Array, contract: tuple[int, int], dtype: jnp.dtype, options: HeadOptions
+    x: Array, y: Array, contract: tuple[int, int], dtype: np.dtype, options: HeadOptions
 ) -> Float[Array, "a b"]:
     """A product in the wider of the two dtypes, accumulated and returned in `dtype`."""
     common = common_dtype(x.dtype, y.dtype)

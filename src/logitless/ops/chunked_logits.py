@@ -59,7 +59,7 @@ def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Fl
     terms = row_terms(stats, normaliser, d_stats, scalars, logits.shape[1])
     z = transform_logits(logits.astype(accumulator(logits.dtype)), scalars)
     # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
-    d_logits = d_logits_tile(z, targets, terms, scalars)
+    d_logits = d_logits_tile(z, targets, terms, scalars, v_axis=1)
     if mask is not None:
         d_logits = jnp.where(mask[:, None], d_logits, 0.0)
     return d_logits.astype(logits.dtype)
@@ -83,7 +83,7 @@ def _forward(
     def step(i, running):
         block = cut.block(i)
         z = transform_logits(block.of(logits, 1).astype(dtype), scalars)
-        return meet(running, z, block.column(targets), block.met())
+        return meet(running, z, block.column(targets), block.met(), v_axis=1)
 
     running = lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, options.outputs))
     stats, normaliser = finish(running, targets < vocab, vocab, (*options.outputs, *also))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless.ops.types import LogitScalars, TokenStats
 
 
-def transform_logits(x: Float[Array, "n v"], scalars: LogitScalars) -> Float[Array, "n v"]:
+def transform_logits(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
     """`softcap tanh(x logit_scale / softcap) / temperature`; -inf stays -inf."""
     if scalars.logit_scale is not None:
         x *= scalars.logit_scale.astype(x.dtype)
@@ -55,7 +55,9 @@ def start(count: int, dtype: jnp.dtype, outputs: tuple[str, ...]) -> Running:
     )
 
 
-def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met: Bool[Array, " v"] | None) -> Running:
+def meet(
+    running: Running, z: Float[Array, "..."], column: Int[Array, " n"], met: Bool[Array, " v"] | None, v_axis: int
+) -> Running:
     """Adds a tile of logits to the online softmax.
 
     Args:
@@ -63,33 +65,37 @@ def meet(running: Running, z: Float[Array, "n v"], column: Int[Array, " n"], met
         z: the tile, after softcap and temperature.
         column: the target's column within the tile, -1 where it stands in another.
         met: columns that an earlier tile has counted, or None where there are none.
+        v_axis: the tile's vocabulary axis: 1 for `[n, v]`, 0 for `[v, n]`.
 
     Returns:
         The sums with the tile's columns in them.
     """
-    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)[None, :]
-    others = jnp.where(own if met is None else own | met[None, :], -jnp.inf, z)
-    maximum = jnp.maximum(running.maximum, jnp.max(others, axis=1))
+    skipped = _own(z, column, v_axis)
+    if met is not None:
+        skipped |= jnp.expand_dims(met, 1 - v_axis)
+    others = jnp.where(skipped, -jnp.inf, z)
+    maximum = jnp.maximum(running.maximum, jnp.max(others, axis=v_axis))
     # Where every column so far is -inf the maximum is no number to subtract.
     shift_by = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     shift = running.maximum - shift_by
     rescale = jnp.exp(shift)
-    shifted = others - shift_by[:, None]
+    shifted = others - jnp.expand_dims(shift_by, v_axis)
     e = jnp.exp(shifted)
     weighted, plain = running.weighted, running.plain
     if weighted is not None:
         carried = jnp.where(shift == -jnp.inf, 0.0, rescale * (weighted + running.total * shift))
-        weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=1)
+        weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=v_axis)
     if plain is not None:
-        plain = plain + jnp.sum(z if met is None else jnp.where(met[None, :], 0.0, z), axis=1)
+        counted = z if met is None else jnp.where(jnp.expand_dims(met, 1 - v_axis), 0.0, z)
+        plain = plain + jnp.sum(counted, axis=v_axis)
     # One element a row is cheaper to fetch than a masked sum over the tile.
-    target = jnp.take_along_axis(z, jnp.maximum(column, 0)[:, None], axis=1)[:, 0]
+    target = jnp.take_along_axis(z, jnp.expand_dims(jnp.maximum(column, 0), v_axis), axis=v_axis)
     return Running(
         maximum=maximum,
-        total=running.total * rescale + jnp.sum(e, axis=1),
+        total=running.total * rescale + jnp.sum(e, axis=v_axis),
         weighted=weighted,
         plain=plain,
-        target=jnp.where(column >= 0, target, running.target),
+        target=jnp.where(column >= 0, jnp.squeeze(target, v_axis), running.target),
     )
 
 
@@ -193,8 +199,8 @@ def row_terms(
 
 
 def d_logits_tile(
-    z: Float[Array, "n v"], column: Int[Array, " n"], terms: RowTerms, scalars: LogitScalars
-) -> Float[Array, "n v"]:
+    z: Float[Array, "..."], column: Int[Array, " n"], terms: RowTerms, scalars: LogitScalars, v_axis: int
+) -> Float[Array, "..."]:
     """Gradient of the product `h W + b`, from the logits of a tile.
 
     Args:
@@ -202,21 +208,26 @@ def d_logits_tile(
         column: the target's column within the tile; any other number where it stands elsewhere.
         terms: of the tile's rows, from `row_terms`.
         scalars: as the forward pass had them.
+        v_axis: the tile's vocabulary axis: 1 for `[n, v]`, 0 for `[v, n]`.
 
     Returns:
         The gradient, in the dtype of `z`; 0 where z is -inf.
     """
-    shifted = z - terms.maximum[:, None]
-    weight = terms.shared[:, None]
-    if terms.entropy is not None:
-        weight = weight - terms.entropy[:, None] * shifted
+    terms = jax.tree.map(lambda x: jnp.expand_dims(x, v_axis), terms)
+    shifted = z - terms.maximum
+    weight = terms.shared if terms.entropy is None else terms.shared - terms.entropy * shifted
     d_x = jnp.exp(shifted) * weight
     if terms.mean is not None:
-        d_x += terms.mean[:, None]
-    own = column[:, None] == jnp.arange(z.shape[1], dtype=column.dtype)[None, :]
-    d_x = jnp.where(own, terms.target[:, None], d_x)
+        d_x += terms.mean
+    d_x = jnp.where(_own(z, column, v_axis), terms.target, d_x)
     if scalars.softcap is not None:
         capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
         d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))
     # Selected, not multiplied: 0 times an infinite factor is no zero.
     return jnp.where(z == -jnp.inf, 0.0, d_x)
+
+
+def _own(z: Float[Array, "..."], column: Int[Array, " n"], v_axis: int) -> Bool[Array, "..."]:
+    """True at each token's own target."""
+    columns = jnp.arange(z.shape[v_axis], dtype=column.dtype)
+    return jnp.expand_dims(column, v_axis) == jnp.expand_dims(columns, 1 - v_axis)
