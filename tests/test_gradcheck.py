@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logitless._arrays import accumulator
 from logitless.gradcheck import gradcheck
 
 TOKENS, WIDTH, VOCAB = 61, 24, 131
@@ -35,7 +36,7 @@ def logprobs_of(logits, targets, mask):
 
 
 def plain(hidden, lm_head, targets, weights, mask):
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = accumulator(hidden.dtype)
     logits = jnp.matmul(hidden, lm_head, preferred_element_type=wide)
     logprobs = logprobs_of(logits, targets, mask)
     return -jnp.mean(weights * logprobs), logprobs
@@ -82,7 +83,7 @@ def summed_in_16_bits(hidden, lm_head, d_logits):
     d_hidden, d_lm_head = right(hidden, lm_head, d_logits)
     d_lm_head = jnp.zeros_like(d_lm_head)
     for i in range(hidden.shape[0]):
-        d_lm_head = d_lm_head + (hidden[i].astype(jnp.float32)[:, None] * d_logits[i]).astype(d_lm_head.dtype)
+        d_lm_head = d_lm_head + jnp.outer(hidden[i].astype(jnp.float32), d_logits[i]).astype(d_lm_head.dtype)
     return d_hidden, d_lm_head
 
 

@@ -9,17 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Bool, Float, Int, Num
 
 Array = jax.Array | np.ndarray
 """What the public functions take: a JAX array, a tracer, or a numpy array."""
 
-Scalar = float | int | Float[Array, ""] | Int[Array, ""]
-"""A Python number or a traced scalar."""
+# The doors check dtypes and shapes themselves and say what would do. Were their annotations any narrower, the type
+# checker that runs with the tests would speak first, in words that no user sees.
+FloatArray = Array
+"""A floating-point array."""
 
-FloatArray = Float[Array, "..."]
-IntArray = Int[Array, "..."]
-MaskArray = Bool[Array, "..."] | Num[Array, "..."]
+IntArray = Array
+"""An array of token ids or segment ids: any integer dtype."""
+
+MaskArray = Array
+"""Bool, or numbers of which any but 0 counts."""
+
+Scalar = float | int | np.number | Array
+"""A Python number, or an array or tracer of no axes."""
+
 BlockSizes = Mapping[str, int]
 
 
@@ -34,6 +41,14 @@ def _describe(value: object) -> str:
     if shape is None:
         return repr(value)
     return f"of shape {tuple(shape)}"
+
+
+def as_mask(function: str, mask: MaskArray, argument: str = "mask") -> jax.Array:
+    """The mask as bool; any number but 0 counts."""
+    dtype = np.asarray(mask).dtype if is_concrete(mask) else mask.dtype
+    if dtype != np.bool_ and not jnp.issubdtype(dtype, np.number):
+        raise TypeError(f"{function}: {argument} is {dtype}; it must be bool, or numbers of which any but 0 counts")
+    return jnp.asarray(mask) if dtype == np.bool_ else jnp.asarray(mask) != 0
 
 
 def is_concrete(*values: object) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_token_stats, token_stats
-from logitless.ops.types import OUTPUT_NAMES
+from logitless.ops.types import OUTPUT_NAMES, Layout
 from problems import SIZES, assert_in_budget, in_layout, peaked
 
 OPTIONS = {
@@ -29,7 +29,7 @@ CANDIDATES = [name for name in IMPLEMENTATIONS if name != "reference"]
 
 
 @functools.cache
-def program(layout: str, option: str, implementation: str, blocks: str):
+def program(layout: Layout, option: str, implementation: str, blocks: str):
     """All outputs, and the gradients of hidden, lm_head and bias for one cotangent of each output; compiled once."""
     options = dict(OPTIONS[option])
     takes_bias, takes_mask = options.pop("bias", False), options.pop("mask", False)
@@ -56,7 +56,9 @@ def program(layout: str, option: str, implementation: str, blocks: str):
     return both
 
 
-def check(size, dtype: str, layout: str, option: str, implementation: str, blocks: str) -> None:
+def check(
+    size: tuple[int, int, int], dtype: str, layout: Layout, option: str, implementation: str, blocks: str
+) -> None:
     names = (*OUTPUT_NAMES, "d_hidden", "d_lm_head", "d_bias")
     for seed in range(3):
         problem = peaked(*size, dtype, seed)

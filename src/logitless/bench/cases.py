@@ -285,14 +285,16 @@ def plain_loss(
     import jax
     import jax.numpy as jnp
 
+    from logitless._arrays import accumulator
+
     head = lm_head if layout == "DV" else lm_head.T
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = accumulator(hidden.dtype)
     logits = jnp.matmul(hidden, head, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     ratio = jnp.exp(logprobs - old_logprobs)
     advantage = advantages[:, None]
     token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    kept = jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)
+    kept = jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1).astype(wide), 1)
     return kept.mean(), jnp.where(mask, logprobs, 0.0)
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, shape_error
+from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, as_mask, shape_error
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import PolicyOptions, as_mask, is_off
+from logitless.losses.policy_options import PolicyOptions, is_off
 from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
 from logitless.losses.supervised import Reduction, check_cross_entropy, cross_entropy_of_stats, needed_stats
 from logitless.ops.api import linear_token_stats, token_stats
@@ -23,7 +23,7 @@ class LogitOptions(TypedDict, total=False):
     softcap: Scalar | None
     logit_scale: Scalar
     implementation: str
-    sharding: None
+    sharding: object
     block_sizes: BlockSizes | None
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from logitless._arrays import FloatArray, IntArray, MaskArray, Scalar
+from logitless._arrays import FloatArray, IntArray, MaskArray, Scalar, accumulator, as_mask
 from logitless.losses.aggregate import aggregate, sequence_means
 from logitless.losses.kl import kl_estimate
 from logitless.losses.policy_options import (
@@ -17,7 +17,6 @@ from logitless.losses.policy_options import (
     Mode,
     RatioLevel,
     Surrogate,
-    as_mask,
     check_options,
     check_shapes,
 )
@@ -235,8 +234,7 @@ def _prepare(
     check_shapes(name, logprobs, given, advantages)
     counts = as_mask(name, mask)
     logprobs = jnp.asarray(logprobs)
-    # jnp.promote_types raises for these under strict promotion.
-    dtype = jnp.dtype(jnp.float64 if logprobs.dtype == jnp.float64 else jnp.float32)
+    dtype = accumulator(logprobs.dtype)
     if segment_ids is not None:
         counts = counts & (jnp.asarray(segment_ids) != 0)
 
@@ -265,7 +263,9 @@ def _prepare(
 
 
 def _log_ratio(tokens: _Tokens, sequences: Sequences, level: str) -> Float[Array, "B T"]:
-    log_ratio = tokens.logprobs - tokens.old
+    # A token that neither policy can give (a target outside the support) has ratio 1, not -inf - -inf.
+    impossible = (tokens.logprobs == -jnp.inf) & (tokens.old == -jnp.inf)
+    log_ratio = jnp.where(impossible, 0.0, tokens.logprobs) - jnp.where(impossible, 0.0, tokens.old)
     if level == "token":
         return log_ratio
     mean = sequences.spread(sequence_means(log_ratio, tokens.mask, sequences))

@@ -2,12 +2,11 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-import jax
 import jax.numpy as jnp
 
-from logitless._arrays import Array, IntArray, MaskArray, Scalar, is_concrete, shape_error
+from logitless._arrays import Array, IntArray, Scalar, is_concrete, shape_error
 
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 SURROGATES = ("clip", "cispo", "sapo", "vespo", "none")
@@ -16,12 +15,16 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "given_total", "seque
 ROLLOUT_LEVELS = ("token", "sequence")
 ROLLOUT_MODES = ("truncate", "mask")
 
-RatioLevel = Literal["token", "sequence", "sequence_token"]
-Surrogate = Literal["clip", "cispo", "sapo", "vespo", "none"]
-KLName = Literal["none", "k1", "k2", "k3"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant", "given_total", "sequence_sum"]
-Level = Literal["token", "sequence"]
-Mode = Literal["truncate", "mask"]
+if TYPE_CHECKING:
+    RatioLevel = Literal["token", "sequence", "sequence_token"]
+    Surrogate = Literal["clip", "cispo", "sapo", "vespo", "none"]
+    KLName = Literal["none", "k1", "k2", "k3"]
+    Aggregation = Literal["sequence_mean", "token_mean", "constant", "given_total", "sequence_sum"]
+    Level = Literal["token", "sequence"]
+    Mode = Literal["truncate", "mask"]
+else:
+    # The door refuses an unknown name, and names the nearest one.
+    RatioLevel = Surrogate = KLName = Aggregation = Level = Mode = str
 
 
 class _ReadBy(NamedTuple):
@@ -184,11 +187,3 @@ def check_shapes(name: str, logprobs: Array, arrays: Mapping[str, Array | None],
         raise shape_error(
             name, {"advantages": advantages}, "with segment_ids they must be [B, T]: a row has many sequences"
         )
-
-
-def as_mask(name: str, mask: MaskArray, argument: str = "mask") -> jax.Array:
-    """The mask as bool; any number but 0 counts."""
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.number):
-        raise TypeError(f"{name}: {argument} is {mask.dtype}; it must be bool, or numbers of which any but 0 counts")
-    return mask if mask.dtype == jnp.bool_ else mask != 0

@@ -19,6 +19,7 @@ from logitless._arrays import (
     MaskArray,
     Scalar,
     accumulator,
+    as_mask,
     is_concrete,
     shape_error,
 )
@@ -62,7 +63,7 @@ def linear_token_stats(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: None = None,
+    sharding: object = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> TokenStats:
@@ -144,7 +145,7 @@ def linear_logprobs(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: None = None,
+    sharding: object = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> Float[Array, "..."]:
@@ -215,7 +216,7 @@ def token_stats(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: None = None,
+    sharding: object = None,
     block_sizes: BlockSizes | None = None,
 ) -> TokenStats:
     """Log-probability, log-sum-exp, entropy and mean logit of every token, from logits that exist already.
@@ -283,7 +284,7 @@ def token_logprobs(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: None = None,
+    sharding: object = None,
     block_sizes: BlockSizes | None = None,
 ) -> Float[Array, "..."]:
     """Per-token log-probabilities of `targets`, from logits that exist already.
@@ -393,10 +394,9 @@ def _check_tokens(name: str, targets: jax.Array, mask: MaskArray | None, vocab: 
     """Returns the mask as bool; concrete targets that count must lie in the vocabulary."""
     counts = None
     if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.shape != targets.shape:
-            raise shape_error(name, {"mask": mask, "targets": targets}, "mask must have the shape of targets")
-        counts = mask if mask.dtype == jnp.bool_ else mask != 0
+        counts = as_mask(name, mask)
+        if counts.shape != targets.shape:
+            raise shape_error(name, {"mask": counts, "targets": targets}, "mask must have the shape of targets")
     if is_concrete(targets, counts):
         ids = np.asarray(targets)
         wrong = (ids < 0) | (ids >= vocab)

@@ -1,13 +1,17 @@
 """What the door hands to every implementation: plain data, no arithmetic."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
-Layout = Literal["DV", "VD"]
-OutputName = Literal["logprobs", "lse", "entropy", "mean_logits"]
+if TYPE_CHECKING:
+    Layout = Literal["DV", "VD"]
+    OutputName = Literal["logprobs", "lse", "entropy", "mean_logits"]
+else:
+    # The door refuses an unknown name, and names the nearest one.
+    Layout = OutputName = str
 PrecisionLike = jax.lax.PrecisionLike
 OUTPUT_NAMES: tuple[OutputName, ...] = ("logprobs", "lse", "entropy", "mean_logits")
 
