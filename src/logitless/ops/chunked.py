@@ -29,8 +29,11 @@ from logitless.ops.softmax import (
 )
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
-BLOCK_N = 512
-BLOCK_V = 2048
+# Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want larger
+# products, are not yet.
+CPU_BLOCKS = (256, 3072)
+ACCELERATOR_BLOCKS = (2048, 4096)
+SMALLEST_BLOCK_N = 128
 
 
 class _Residuals(NamedTuple):
@@ -210,12 +213,18 @@ def _cut(
     hidden: Float[Array, "N D"], lm_head: Float[Array, "..."], mask: Bool[Array, " N"] | None, options: HeadOptions
 ) -> tuple[TokenCut, VocabCut]:
     vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
-    return cut_tokens(mask, hidden.shape[0], options.block_n or BLOCK_N), vocab
+    # Two blocks at least of a batch worth cutting, so that a small one can skip its masked half too.
+    half = max(SMALLEST_BLOCK_N, -(-hidden.shape[0] // 2))
+    return cut_tokens(mask, hidden.shape[0], options.block_n or min(_rule()[0], half)), vocab
 
 
 def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
     """Blocks of a quarter of the vocabulary at most: a small problem holds no `[N, V]` array either."""
-    return VocabCut(vocab, min(options.block_v or min(BLOCK_V, -(-vocab // 4)), vocab))
+    return VocabCut(vocab, min(options.block_v or min(_rule()[1], -(-vocab // 4)), vocab))
+
+
+def _rule() -> tuple[int, int]:
+    return CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
 
 
 def _head_block(
