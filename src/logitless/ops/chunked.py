@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens, take
+from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.derivatives import Differentiated, first_only, live, values_of
 from logitless.ops.softmax import (
     Normaliser,
@@ -29,9 +29,9 @@ from logitless.ops.softmax import (
 )
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
-# Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want larger
-# products, are not yet.
-CPU_BLOCKS = (256, 3072)
+# Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
+# larger products, are not yet.
+CPU_BLOCKS = (512, 1024)
 ACCELERATOR_BLOCKS = (2048, 4096)
 SMALLEST_BLOCK_N = 128
 
@@ -96,7 +96,7 @@ def _forward(
 ) -> tuple[TokenStats, Normaliser]:
     tokens, vocab = _cut(hidden, lm_head, mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
-    targets = tokens.gather(targets, vocab.vocab)
+    front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
     v_axis = options.layout.index("V")
 
     def vocab_step(i, running):
@@ -105,7 +105,7 @@ def _forward(
 
         def token_step(j, running):
             rows = tokens.rows(j)
-            z = _logits_tile(take(hidden, rows.of(tokens.order)), w, b, scalars, options, dtype)
+            z = _logits_tile(rows.of(front), w, b, scalars, options, dtype)
             part = jax.tree.map(rows.of, running)
             met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis)
             return jax.tree.map(rows.put, running, met)
@@ -135,7 +135,7 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
     active = functools.reduce(jnp.logical_or, flowing)
     tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
-    targets = tokens.gather(targets, vocab.vocab)
+    front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
     terms = row_terms(stats, normaliser, d_stats, scalars, vocab.vocab)
     # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
     nowhere = tokens.gather(terms.maximum, float(jnp.finfo(dtype).max))
@@ -152,7 +152,7 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
 
         def token_step(j, block):
             rows = tokens.rows(j)
-            h = take(hidden, rows.of(tokens.order))
+            h = rows.of(front)
             z = _logits_tile(h, w, b, scalars, options, dtype)
             column = rows.of(targets) - columns.start
             d_x = d_logits_tile(z, column, jax.tree.map(rows.of, terms), scalars, v_axis)
