@@ -178,8 +178,8 @@ def read_gguf(path: Path) -> Weights:
     Raises:
         BenchError: the file is no such GGUF.
     """
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports] - of the train extra
+    from gguf.quants import dequantize  # pyright: ignore[reportMissingImports] - of the train extra
 
     reader = GGUFReader(path)
 
@@ -236,7 +236,8 @@ def build_tokenizer(weights: Weights) -> Any:
     Returns:
         A `tokenizers.Tokenizer`; that package is imported late.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    # Of the train extra.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # pyright: ignore
 
     merges = [(left, right) for left, right in (merge.split(" ", 1) for merge in weights.merges)]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(weights.tokens)}, merges=merges))
