@@ -3,6 +3,7 @@
 from .audit import assert_logitless as assert_logitless
 from .audit import audit as audit
 from .gradcheck import gradcheck as gradcheck
+from .losses.advantage import group_advantages as group_advantages
 from .losses.linear import cross_entropy as cross_entropy
 from .losses.linear import linear_bnpo_loss as linear_bnpo_loss
 from .losses.linear import linear_cross_entropy as linear_cross_entropy
