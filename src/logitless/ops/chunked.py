@@ -31,7 +31,7 @@ from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 # Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
 # larger products, are not yet.
-CPU_BLOCKS = (256, 3072)
+CPU_BLOCKS = (512, 1536)
 ACCELERATOR_BLOCKS = (2048, 4096)
 SMALLEST_BLOCK_N = 128
 
