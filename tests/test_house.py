@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "plan.py": FOUNDATION,
     "source_audit.py": FOUNDATION,
     "losses/linear.py": FOUNDATION | {"losses", "ops"},
+    "losses/linear_distillation.py": FOUNDATION | {"losses", "ops"},
     "ops": FOUNDATION | {"ops"},
     "losses": FOUNDATION | {"losses"},
 }

@@ -14,16 +14,26 @@ from policy_inputs import AGGREGATIONS, POLICIES, as_jax, assert_same, everythin
 from logitless import (
     LossOutput,
     bnpo_loss,
+    cispo_loss,
     dapo_loss,
     dr_grpo_loss,
     grpo_loss,
+    gspo_loss,
     linear_bnpo_loss,
+    linear_cispo_loss,
     linear_dapo_loss,
     linear_dr_grpo_loss,
     linear_grpo_loss,
+    linear_gspo_loss,
     linear_logprobs,
+    linear_luspo_loss,
     linear_policy_loss,
+    linear_sapo_loss,
+    linear_vespo_loss,
+    luspo_loss,
     policy_loss,
+    sapo_loss,
+    vespo_loss,
 )
 
 PAIRS: dict[str, tuple[Callable[..., LossOutput], Callable[..., LossOutput], dict[str, Any]]] = {
@@ -32,6 +42,12 @@ PAIRS: dict[str, tuple[Callable[..., LossOutput], Callable[..., LossOutput], dic
     "bnpo": (linear_bnpo_loss, bnpo_loss, {}),
     "dr_grpo": (linear_dr_grpo_loss, dr_grpo_loss, {"max_completion_length": 6}),
     "dapo": (linear_dapo_loss, dapo_loss, {"total": 9}),
+    "gspo": (linear_gspo_loss, gspo_loss, {}),
+    "gspo-token": (linear_gspo_loss, gspo_loss, {"token_level": True}),
+    "cispo": (linear_cispo_loss, cispo_loss, {"total": 9, "cispo_max": 1.1}),
+    "sapo": (linear_sapo_loss, sapo_loss, {"tau_negative": 1.3}),
+    "luspo": (linear_luspo_loss, luspo_loss, {}),
+    "vespo": (linear_vespo_loss, vespo_loss, {"vespo_k_neg": 2.5}),
 }
 B, T, D, V = 3, 4, 5, 11
 HEAD_OPTIONS = {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5}
@@ -107,7 +123,9 @@ def _both(
 @pytest.mark.parametrize(("name", "layout"), [*[(name, "VD") for name in PAIRS], ("policy", "DV")])
 def test_presets_equal_the_naive_composition(x64, name, layout):
     linear, plain, more = PAIRS[name]
-    options = {"kl": "k3", "kl_coef": 0.1, "clip_high": 0.1} | more
+    options = {"kl": "k3", "kl_coef": 0.1} | more
+    if name not in ("cispo", "sapo", "vespo"):
+        options["clip_high"] = 0.1
     ours, naive = _both(_case(), options, linear=linear, plain=plain, head=HEAD_OPTIONS, layout=layout)
     assert_same(ours, naive, **CLOSE)
     assert_close(np.where(_case()["mask"][..., None], 0.0, ours[1]["hidden"]), np.zeros((B, T, D)), atol=0.0)

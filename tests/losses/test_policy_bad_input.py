@@ -104,6 +104,12 @@ def test_numbers_out_of_range(option, value, more):
     _needs(str(error.value), f"{option}={value}", "it must be")
 
 
+def test_a_lower_bound_of_weights_above_the_upper():
+    with pytest.raises(ValueError) as error:
+        _call(rollout_mode="mask", rollout_min=2.5, rollout_max=2.0, **ROLLOUT)
+    _needs(str(error.value), "rollout_min=2.5", "rollout_max=2.0")
+
+
 @pytest.mark.parametrize(
     ("option", "value"), [("clip_low", 0.0), ("clip_low", 1.0), ("clip_high", 0.0), ("clip_high", 9.0), ("delta", 1e-3)]
 )

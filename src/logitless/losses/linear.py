@@ -10,8 +10,14 @@ from jaxtyping import Array, Float
 from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, as_mask, shape_error
 from logitless.losses.policy import LossOutput, policy_loss
 from logitless.losses.policy_options import PolicyOptions, is_off
-from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss
-from logitless.losses.supervised import Reduction, check_cross_entropy, cross_entropy_of_stats, needed_stats
+from logitless.losses.supervised import (
+    Reduction,
+    check_cross_entropy,
+    cross_entropy_of_stats,
+    dft_of_logprobs,
+    needed_stats,
+    tokens_that_count,
+)
 from logitless.ops.api import linear_token_stats, token_stats
 from logitless.ops.types import Layout, PrecisionLike, TokenStats
 
@@ -89,179 +95,7 @@ def linear_policy_loss(
     Reference: https://arxiv.org/abs/2402.03300 (GRPO) and https://arxiv.org/abs/2411.09009 (losses without logits).
     Departures: as `policy_loss`.
     """
-    return _from_hidden(policy_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
-
-
-def linear_grpo_loss(
-    hidden: FloatArray,
-    lm_head: FloatArray,
-    targets: IntArray,
-    old_logprobs: FloatArray | None,
-    advantages: FloatArray,
-    mask: MaskArray,
-    **options: Unpack[LinearPolicyOptions],
-) -> LossOutput:
-    """GRPO straight from hidden states and LM head; `grpo_loss` of `linear_logprobs`, without the logits.
-
-    Equal to
-        grpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
-
-    Args:
-        hidden: `[B, T, D]`.
-        lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
-        targets: sampled token ids, `[B, T]`.
-        old_logprobs: `[B, T]`, or None for on-policy.
-        advantages: `[B]` or `[B, T]`.
-        mask: `[B, T]`; 1 counts, the rest is skipped.
-        **options: those of `grpo_loss`, and of the head as `linear_policy_loss` takes them.
-
-    Returns:
-        `LossOutput`.
-
-    Raises:
-        ValueError: as `linear_policy_loss`.
-        TypeError: as `linear_policy_loss`.
-        NotImplementedError: as `linear_policy_loss`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> hidden, lm_head, targets = jnp.ones((1, 2, 3)), jnp.zeros((3, 4)), jnp.array([[0, 3]])
-        >>> ones = jnp.array([[1, 1]])
-        >>> linear_grpo_loss(hidden, lm_head, targets, None, jnp.array([0.5]), ones).loss.item()
-        -0.5
-
-    Reference: https://arxiv.org/abs/2402.03300; departures: as `grpo_loss`.
-    """
-    return _from_hidden(grpo_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
-
-
-def linear_bnpo_loss(
-    hidden: FloatArray,
-    lm_head: FloatArray,
-    targets: IntArray,
-    old_logprobs: FloatArray | None,
-    advantages: FloatArray,
-    mask: MaskArray,
-    **options: Unpack[LinearPolicyOptions],
-) -> LossOutput:
-    """BNPO straight from hidden states and LM head; `bnpo_loss` of `linear_logprobs`, without the logits.
-
-    Equal to
-        bnpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
-
-    Args:
-        hidden: `[B, T, D]`.
-        lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
-        targets: sampled token ids, `[B, T]`.
-        old_logprobs: `[B, T]`, or None for on-policy.
-        advantages: `[B]` or `[B, T]`.
-        mask: `[B, T]`; 1 counts, the rest is skipped.
-        **options: those of `bnpo_loss`, and of the head as `linear_policy_loss` takes them.
-
-    Returns:
-        `LossOutput`.
-
-    Raises:
-        ValueError: as `linear_policy_loss`.
-        TypeError: as `linear_policy_loss`.
-        NotImplementedError: as `linear_policy_loss`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> hidden, lm_head, targets = jnp.ones((1, 2, 3)), jnp.zeros((3, 4)), jnp.array([[0, 3]])
-        >>> ones = jnp.array([[1, 1]])
-        >>> linear_bnpo_loss(hidden, lm_head, targets, None, jnp.array([0.5]), ones).loss.item()
-        -0.5
-
-    Reference: https://arxiv.org/abs/2506.02864; departures: as `bnpo_loss`.
-    """
-    return _from_hidden(bnpo_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
-
-
-def linear_dr_grpo_loss(
-    hidden: FloatArray,
-    lm_head: FloatArray,
-    targets: IntArray,
-    old_logprobs: FloatArray | None,
-    advantages: FloatArray,
-    mask: MaskArray,
-    **options: Unpack[LinearPolicyOptions],
-) -> LossOutput:
-    """Dr. GRPO straight from hidden states and LM head; `dr_grpo_loss` of `linear_logprobs`, without the logits.
-
-    Equal to
-        dr_grpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
-
-    Args:
-        hidden: `[B, T, D]`.
-        lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
-        targets: sampled token ids, `[B, T]`.
-        old_logprobs: `[B, T]`, or None for on-policy.
-        advantages: `[B]` or `[B, T]`.
-        mask: `[B, T]`; 1 counts, the rest is skipped.
-        **options: those of `dr_grpo_loss`, and of the head as `linear_policy_loss` takes them.
-
-    Returns:
-        `LossOutput`.
-
-    Raises:
-        ValueError: as `linear_policy_loss`.
-        TypeError: as `linear_policy_loss`.
-        NotImplementedError: as `linear_policy_loss`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> hidden, lm_head, targets = jnp.ones((1, 2, 3)), jnp.zeros((3, 4)), jnp.array([[0, 3]])
-        >>> inputs = hidden, lm_head, targets, None, jnp.array([0.5]), jnp.array([[1, 1]])
-        >>> linear_dr_grpo_loss(*inputs, max_completion_length=4).loss.item()
-        -0.25
-
-    Reference: https://arxiv.org/abs/2503.20783; departures: as `dr_grpo_loss`.
-    """
-    return _from_hidden(dr_grpo_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
-
-
-def linear_dapo_loss(
-    hidden: FloatArray,
-    lm_head: FloatArray,
-    targets: IntArray,
-    old_logprobs: FloatArray | None,
-    advantages: FloatArray,
-    mask: MaskArray,
-    **options: Unpack[LinearPolicyOptions],
-) -> LossOutput:
-    """DAPO straight from hidden states and LM head; `dapo_loss` of `linear_logprobs`, without the logits.
-
-    Equal to
-        dapo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
-
-    Args:
-        hidden: `[B, T, D]`.
-        lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
-        targets: sampled token ids, `[B, T]`.
-        old_logprobs: `[B, T]`, or None for on-policy.
-        advantages: `[B]` or `[B, T]`.
-        mask: `[B, T]`; 1 counts, the rest is skipped.
-        **options: those of `dapo_loss`, and of the head as `linear_policy_loss` takes them.
-
-    Returns:
-        `LossOutput`.
-
-    Raises:
-        ValueError: as `linear_policy_loss`.
-        TypeError: as `linear_policy_loss`.
-        NotImplementedError: as `linear_policy_loss`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> hidden, lm_head, targets = jnp.ones((1, 2, 3)), jnp.zeros((3, 4)), jnp.array([[0, 3]])
-        >>> ones = jnp.array([[1, 1]])
-        >>> linear_dapo_loss(hidden, lm_head, targets, None, jnp.array([0.5]), ones, total=4).loss.item()
-        -0.25
-
-    Reference: https://arxiv.org/abs/2503.14476; departures: as `dapo_loss`.
-    """
-    return _from_hidden(dapo_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
+    return policy_from_hidden(policy_loss, hidden, lm_head, targets, old_logprobs, advantages, mask, options)
 
 
 def linear_cross_entropy(
@@ -289,7 +123,7 @@ def linear_cross_entropy(
         ignore_index: label of tokens that do not count: they are skipped and may hold NaN in `hidden`.
         label_smoothing: s; the mean runs over the true vocabulary.
         z_loss: factor of the squared log-sum-exp.
-        weights: per token, of the shape of `labels`.
+        weights: per token, of the shape of `labels`; a token of weight 0 is skipped like an ignored one.
         reduction: `"mean"` divides by the sum of the weights of the labels that count (0 if that is 0); `"sum"`;
             `"none"`, of the shape of `labels`, 0 at ignored ones.
         **head: `layout`, `bias`, `temperature`, `softcap`, `logit_scale`, `logits_dtype`, `implementation`, `sharding`,
@@ -316,7 +150,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, label_smoothing, z_loss, reduction)
-    valid = labels != ignore_index
+    valid = tokens_that_count(labels, weights, ignore_index)
     outputs = needed_stats(label_smoothing, z_loss)
     stats = linear_token_stats(hidden, lm_head, labels, mask=valid, outputs=outputs, **head)
     return _reduce(stats, valid, label_smoothing, z_loss, weights, reduction)
@@ -368,9 +202,106 @@ def cross_entropy(
     name = "cross_entropy"
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, label_smoothing, z_loss, reduction)
-    valid = labels != ignore_index
+    valid = tokens_that_count(labels, weights, ignore_index)
     stats = token_stats(logits, labels, mask=valid, outputs=needed_stats(label_smoothing, z_loss), **options)
     return _reduce(stats, valid, label_smoothing, z_loss, weights, reduction)
+
+
+def linear_dft_loss(
+    hidden: FloatArray,
+    lm_head: FloatArray,
+    labels: IntArray,
+    *,
+    ignore_index: int = -100,
+    weights: FloatArray | None = None,
+    reduction: Reduction = "mean",
+    **head: Unpack[HeadOptions],
+) -> Float[Array, "..."]:
+    """DFT straight from hidden states and LM head: cross-entropy that each token weighs by its own probability.
+
+    Equal to
+        logprobs = log_softmax(hidden @ lm_head)[labels]
+        mean(-stop_gradient(exp(logprobs)) * logprobs) over labels that are not ignored
+
+    Args:
+        hidden: final hidden states at the positions that predict `labels`, `[..., D]`: the caller shifts.
+        lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
+        labels: token ids, `[...]`.
+        ignore_index: label of tokens that do not count.
+        weights: per token, beside the probability.
+        reduction: as `linear_cross_entropy`; the probabilities do not enter the denominator of `"mean"`.
+        **head: as `linear_cross_entropy` takes them.
+
+    Returns:
+        The loss in nats, float32 (float64 for float64 inputs). Where no label counts: 0, with gradients of 0.
+
+    Raises:
+        ValueError: as `linear_token_stats`; weights of another shape; an unknown reduction.
+        TypeError: float labels, integer hidden states.
+        NotImplementedError: as `linear_token_stats`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss = linear_dft_loss(jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, -100]))
+        >>> round(loss.item(), 4)  # ln(4) / 4
+        0.3466
+
+    Reference: https://arxiv.org/abs/2508.05629; departures: none.
+    """
+    name = "linear_dft_loss"
+    labels = jnp.asarray(labels)
+    check_cross_entropy(name, labels, weights, 0.0, 0.0, reduction)
+    valid = tokens_that_count(labels, weights, ignore_index)
+    stats = linear_token_stats(hidden, lm_head, labels, mask=valid, outputs=("logprobs",), **head)
+    assert stats.logprobs is not None
+    return dft_of_logprobs(stats.logprobs, valid, weights=weights, reduction=reduction)
+
+
+def dft_loss(
+    logits: FloatArray,
+    labels: IntArray,
+    *,
+    ignore_index: int = -100,
+    weights: FloatArray | None = None,
+    reduction: Reduction = "mean",
+    **options: Unpack[LogitOptions],
+) -> Float[Array, "..."]:
+    """DFT of logits that exist already.
+
+    Equal to
+        logprobs = log_softmax(logits)[labels]
+        mean(-stop_gradient(exp(logprobs)) * logprobs) over labels that are not ignored
+
+    Args:
+        logits: `[..., V]`.
+        labels: token ids, `[...]`.
+        ignore_index: label of tokens that do not count.
+        weights: per token, beside the probability.
+        reduction: as `linear_dft_loss`.
+        **options: as `cross_entropy` takes them.
+
+    Returns:
+        The loss in nats, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: as `linear_dft_loss`.
+        TypeError: float labels, integer logits.
+        NotImplementedError: as `token_stats`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> round(dft_loss(jnp.zeros((2, 4)), jnp.array([0, -100])).item(), 4)
+        0.3466
+
+    Reference: https://arxiv.org/abs/2508.05629; departures: none.
+    """
+    name = "dft_loss"
+    labels = jnp.asarray(labels)
+    check_cross_entropy(name, labels, weights, 0.0, 0.0, reduction)
+    valid = tokens_that_count(labels, weights, ignore_index)
+    stats = token_stats(logits, labels, mask=valid, outputs=("logprobs",), **options)
+    assert stats.logprobs is not None
+    return dft_of_logprobs(stats.logprobs, valid, weights=weights, reduction=reduction)
 
 
 def _reduce(
@@ -393,7 +324,7 @@ def _reduce(
     )
 
 
-def _from_hidden(
+def policy_from_hidden(
     loss: Callable[..., LossOutput],
     hidden: FloatArray,
     lm_head: FloatArray,

@@ -156,6 +156,9 @@ def _check_ranges(name: str, options: Mapping[str, Any]) -> None:
         value = options[option]
         if value is not None and is_concrete(value) and not bool(holds(value)):
             raise ValueError(f"{name}: {option}={value}; it must be {needed}")
+    smallest, largest = options["rollout_min"], options["rollout_max"]
+    if is_concrete(smallest, largest) and smallest > largest:
+        raise ValueError(f"{name}: rollout_min={smallest} lies above rollout_max={largest}; no weight would be left")
 
 
 def _exclude(name: str, first: str, second: str, why: str) -> None:

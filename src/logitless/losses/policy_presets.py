@@ -7,7 +7,7 @@ from logitless.losses.policy import LossOutput, policy_loss
 from logitless.losses.policy_options import CommonOptions, KLName, is_off
 
 
-def _kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
+def preset_kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
     """A preset names an estimator only where the divergence counts."""
     return kl or ("none" if is_off(kl_coef) else "k3")
 
@@ -68,7 +68,7 @@ def grpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl, kl_coef),
+        kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         **options,
@@ -132,7 +132,7 @@ def bnpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl, kl_coef),
+        kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="token_mean",
@@ -198,7 +198,7 @@ def dr_grpo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl, kl_coef),
+        kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="constant",
@@ -266,10 +266,142 @@ def dapo_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        kl=_kl(kl, kl_coef),
+        kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="given_total",
         total=total,
+        **options,
+    )
+
+
+def gspo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    token_level: bool = False,
+    clip_low: Scalar = 3e-4,
+    clip_high: Scalar = 4e-4,
+    delta: Scalar | None = None,
+    kl: KLName | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """GSPO: one ratio a sequence, the exponential of its mean log-ratio, clipped within a far smaller range.
+
+    Equal to
+        r_i = exp(sum_t(mask * (logprobs - old_logprobs)) / sum_t(mask))
+        mean_i(sum_t(mask * -min(r_i * A, clip(r_i, 1 - clip_low, 1 + clip_high) * A)) / sum_t(mask))
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`.
+        mask: `[B, T]`; 1 counts.
+        token_level: GSPO-token: the same ratio in value, with the gradient of each token's own log-probability, so that
+            advantages may differ within a sequence.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
+        kl_coef: factor of the divergence from the reference.
+        ref_logprobs: `[B, T]`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
+
+    Returns:
+        `LossOutput`.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> gspo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), jnp.array([[1, 1]])).loss.item()
+        -0.5
+
+    Reference: https://arxiv.org/abs/2507.18071. Departures: none. TRL averages the token losses of the
+    sequence, all alike, as here; with `aggregation="token_mean"` a long sequence would weigh by its length.
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        ratio_level="sequence_token" if token_level else "sequence",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        kl=preset_kl(kl, kl_coef),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
+        **options,
+    )
+
+
+def luspo_loss(
+    logprobs: FloatArray,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
+    mask: MaskArray,
+    *,
+    clip_low: Scalar = 3e-4,
+    clip_high: Scalar = 4e-4,
+    delta: Scalar | None = None,
+    kl: KLName | None = None,
+    kl_coef: Scalar = 0.0,
+    ref_logprobs: FloatArray | None = None,
+    **options: Unpack[CommonOptions],
+) -> LossOutput:
+    """LUSPO: GSPO with every sequence weighed by its length, so that long answers are not held back.
+
+    Equal to
+        r_i = exp(sum_t(mask * (logprobs - old_logprobs)) / sum_t(mask))
+        mean_i(sum_t(mask * -min(r_i * A, clip(r_i, 1 - clip_low, 1 + clip_high) * A)))
+
+    Args:
+        logprobs: `[B, T]`.
+        old_logprobs: `[B, T]`, or None for on-policy.
+        advantages: `[B]` or `[B, T]`.
+        mask: `[B, T]`; 1 counts.
+        clip_low: distance below 1.
+        clip_high: distance above 1.
+        delta: upper bound of the ratio, or None.
+        kl: estimator of the divergence from the reference; None: `"k3"` where kl_coef is not 0.
+        kl_coef: factor of the divergence from the reference.
+        ref_logprobs: `[B, T]`.
+        **options: the rollout, entropy and packing options and the KL's finer ones, as `policy_loss` takes them.
+
+    Returns:
+        `LossOutput`.
+
+    Raises:
+        ValueError: as `policy_loss`.
+        TypeError: as `policy_loss`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> luspo_loss(jnp.array([[-1.0, -2.0]]), None, jnp.array([0.5]), jnp.array([[1, 1]])).loss.item()
+        -1.0
+
+    Reference: https://arxiv.org/abs/2602.05261. Departures: none; the sum runs over the mask, where TRL once
+    took the padding in (trl#6654).
+    """
+    return policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        ratio_level="sequence",
+        clip_low=clip_low,
+        clip_high=clip_high,
+        delta=delta,
+        aggregation="sequence_sum",
+        kl=preset_kl(kl, kl_coef),
+        kl_coef=kl_coef,
+        ref_logprobs=ref_logprobs,
         **options,
     )

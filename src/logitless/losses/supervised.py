@@ -1,9 +1,10 @@
-"""Cross-entropy from token statistics: smoothing, z-loss, weights, reduction. Users call it through `linear`."""
+"""Cross-entropy from token statistics: smoothing, z-loss, weights, reduction; DFT. Users call them through `linear`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
 from logitless._arrays import FloatArray, is_concrete, shape_error
@@ -70,11 +71,47 @@ def cross_entropy_of_stats(
         losses = (1 - label_smoothing) * losses + label_smoothing * (lse - mean_logits)
     if lse is not None:
         losses = losses + z_loss * jnp.square(lse)
+    return reduce_losses(losses, valid, weights, reduction)
+
+
+def dft_of_logprobs(
+    logprobs: Float[Array, "..."],
+    valid: Bool[Array, "..."],
+    *,
+    weights: FloatArray | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Cross-entropy in which each token weighs by the probability that the model gives it, detached.
+
+    Args:
+        logprobs: of the labels, in nats.
+        valid: tokens that count.
+        weights: per token, beside the probability.
+        reduction: as `cross_entropy_of_stats`.
+
+    Returns:
+        A number, or token losses for `"none"`.
+    """
+    # A label without probability weighs nothing: 0, where 0 times -inf would be NaN.
+    nll = jnp.where(logprobs == -jnp.inf, 0.0, -logprobs)
+    return reduce_losses(jnp.exp(stop_gradient(logprobs)) * nll, valid, weights, reduction)
+
+
+def reduce_losses(
+    losses: Float[Array, "..."], valid: Bool[Array, "..."], weights: FloatArray | None, reduction: Reduction
+) -> Float[Array, "..."]:
+    """Token losses, weighed, as the reduction wants them; what stands outside `valid` is not read."""
     count = valid.astype(losses.dtype)
+    losses = jnp.where(valid, losses, 0.0)
     if weights is not None:
         count = jnp.where(valid, jnp.asarray(weights).astype(losses.dtype), 0.0)
         losses = losses * count
-    losses = jnp.where(valid, losses, 0.0)
     if reduction == "none":
         return losses
     return jnp.sum(losses) if reduction == "sum" else ratio_or_zero(jnp.sum(losses), jnp.sum(count))
+
+
+def tokens_that_count(labels: Array, weights: FloatArray | None, ignore_index: int) -> Bool[Array, "..."]:
+    """Neither ignored nor of weight 0: the rest is skipped, whatever stands there."""
+    valid = labels != ignore_index
+    return valid if weights is None else valid & (jnp.asarray(weights) != 0)
