@@ -11,7 +11,7 @@ from rich.console import Console
 from logitless.audit import audit
 from logitless.bench.errors import BenchError
 from logitless.heads import head as known_head
-from logitless.losses.linear import linear_grpo_loss
+from logitless.losses.linear_presets import linear_grpo_loss
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def loss_of(arm: ArmConfig, layout: str) -> Callable[..., Any]:
                 f"arm {arm.label}: block_sizes are for named implementations; set them inside {arm.implementation}"
             )
         return lambda *arrays: _scalar(own(*arrays, layout=layout))
-    from logitless.losses.linear import linear_grpo_loss
+    from logitless.losses.linear_presets import linear_grpo_loss
     from logitless.ops.api import IMPLEMENTATIONS
 
     if arm.implementation not in IMPLEMENTATIONS:
