@@ -1,14 +1,11 @@
 """The door of the ops: docstrings, validation, the choice of an implementation. Implementations trust their inputs."""
 
-import difflib
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
 from logitless._arrays import (
@@ -19,18 +16,15 @@ from logitless._arrays import (
     MaskArray,
     Scalar,
     accumulator,
-    as_mask,
-    is_concrete,
     shape_error,
 )
+from logitless.ops.checks import check_dtypes, check_head, check_name, check_options, check_scalars, check_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
 from logitless.ops.types import (
-    OUTPUT_NAMES,
     HeadOptions,
     Layout,
-    LogitScalars,
     OutputName,
     PrecisionLike,
     TokenStats,
@@ -120,10 +114,10 @@ def linear_token_stats(
     name = "linear_token_stats"
     hidden, lm_head, targets = jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(targets)
     bias = None if bias is None else jnp.asarray(bias)
-    vocab = _check_head(name, hidden, lm_head, targets, bias, layout)
-    mask = _check_tokens(name, targets, mask, vocab)
-    scalars = _check_scalars(name, temperature, softcap, logit_scale)
-    options = _check_options(name, outputs, layout, logits_dtype, block_sizes, precision)
+    vocab = check_head(name, hidden, lm_head, targets, bias, layout)
+    mask = check_tokens(name, targets, mask, vocab)
+    scalars = check_scalars(name, temperature, softcap, logit_scale)
+    options = check_options(name, outputs, layout, logits_dtype, block_sizes, precision)
     run = _choose(name, implementation, IMPLEMENTATIONS, sharding)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(hidden.dtype, lm_head.dtype), options)
@@ -258,15 +252,15 @@ def token_stats(
     """
     name = "token_stats"
     logits, targets = jnp.asarray(logits), jnp.asarray(targets)
-    _check_dtypes(name, {"logits": logits}, targets)
+    check_dtypes(name, {"logits": logits}, targets)
     if logits.ndim == 0 or logits.shape[:-1] != targets.shape:
         raise shape_error(name, {"logits": logits, "targets": targets}, "logits must be [..., V] and targets [...]")
     vocab = logits.shape[-1]
     if vocab == 0:
         raise shape_error(name, {"logits": logits}, "an empty vocabulary has no softmax: V must be at least 1")
-    mask = _check_tokens(name, targets, mask, vocab)
-    scalars = _check_scalars(name, temperature, softcap, logit_scale)
-    options = _check_options(name, outputs, "DV", None, block_sizes, None)
+    mask = check_tokens(name, targets, mask, vocab)
+    scalars = check_scalars(name, temperature, softcap, logit_scale)
+    options = check_options(name, outputs, "DV", None, block_sizes, None)
     run = _choose(name, implementation, LOGITS_IMPLEMENTATIONS, sharding)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(logits.dtype), options)
@@ -351,116 +345,6 @@ def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenSta
     return TokenStats(**dict.fromkeys(options.outputs, zeros))
 
 
-def _check_dtypes(name: str, floats: Mapping[str, jax.Array | None], targets: jax.Array) -> None:
-    for argument, x in floats.items():
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name}: {argument} is {x.dtype}; it must be a floating-point array: cast it")
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"{name}: targets is {targets.dtype}; token ids must be integers: cast with .astype(jnp.int32)")
-
-
-def _check_head(
-    name: str, hidden: jax.Array, lm_head: jax.Array, targets: jax.Array, bias: jax.Array | None, layout: str
-) -> int:
-    """Returns V."""
-    _check_dtypes(name, {"hidden": hidden, "lm_head": lm_head, "bias": bias}, targets)
-    _check_name(name, "layout", layout, ("DV", "VD"))
-    if lm_head.ndim != 2:
-        raise shape_error(name, {"lm_head": lm_head}, "it must have two axes, [D, V] or [V, D]")
-    if hidden.ndim == 0 or hidden.shape[:-1] != targets.shape:
-        raise shape_error(
-            name,
-            {"hidden": hidden, "targets": targets},
-            "hidden must be [..., D] and targets [...], with equal leading axes",
-        )
-    if 0 in lm_head.shape:
-        raise shape_error(name, {"lm_head": lm_head}, "an empty head has no softmax: D and V must be at least 1")
-    d_axis = layout.index("D")
-    if lm_head.shape[d_axis] != hidden.shape[-1]:
-        other = "DV" if layout == "VD" else "VD"
-        hint = f'; layout="{other}" would fit' if lm_head.shape[1 - d_axis] == hidden.shape[-1] else ""
-        raise shape_error(
-            name,
-            {"hidden": hidden, "lm_head": lm_head, "layout": layout},
-            f"lm_head must hold D = {hidden.shape[-1]} on axis {d_axis}{hint}",
-        )
-    vocab = lm_head.shape[1 - d_axis]
-    if bias is not None and bias.shape != (vocab,):
-        raise shape_error(name, {"bias": bias, "lm_head": lm_head}, f"bias must be [V] = [{vocab}]")
-    return vocab
-
-
-def _check_tokens(name: str, targets: jax.Array, mask: MaskArray | None, vocab: int) -> jax.Array | None:
-    """Returns the mask as bool; concrete targets that count must lie in the vocabulary."""
-    counts = None
-    if mask is not None:
-        counts = as_mask(name, mask)
-        if counts.shape != targets.shape:
-            raise shape_error(name, {"mask": counts, "targets": targets}, "mask must have the shape of targets")
-    if is_concrete(targets, counts):
-        ids = np.asarray(targets)
-        wrong = (ids < 0) | (ids >= vocab)
-        if counts is not None:
-            wrong &= np.asarray(counts)
-        if wrong.any():
-            place = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(
-                f"{name}: targets{list(place)} is {ids[place]}, outside the vocabulary of {vocab} ({int(wrong.sum())} "
-                "such in all); give ids from 0 to V - 1, or mask those tokens out"
-            )
-    return counts
-
-
-def _check_scalars(name: str, temperature: Scalar, softcap: Scalar | None, logit_scale: Scalar) -> LogitScalars:
-    return LogitScalars(
-        temperature=_positive(name, "temperature", temperature, neutral=1.0),
-        softcap=None if softcap is None else _positive(name, "softcap", softcap),
-        logit_scale=_positive(name, "logit_scale", logit_scale, neutral=1.0),
-    )
-
-
-def _positive(name: str, argument: str, value: Scalar, neutral: float | None = None) -> jax.Array | None:
-    """None where the value changes nothing; NaN for a traced value that is not above 0."""
-    if jnp.ndim(value) != 0:
-        raise shape_error(name, {argument: value}, "it must be one number")
-    if not is_concrete(value):
-        traced = jnp.asarray(value)
-        traced = traced.astype(accumulator(traced.dtype) if jnp.issubdtype(traced.dtype, jnp.floating) else jnp.float32)
-        return jnp.where(traced > 0, traced, jnp.nan)
-    number = float(value)
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"{name}: {argument}={number:g}; it must be a finite number above 0")
-    return None if number == neutral else jnp.asarray(number, jnp.result_type(float))
-
-
-def _check_options(
-    name: str,
-    outputs: Sequence[OutputName],
-    layout: Layout,
-    logits_dtype: str | None,
-    block_sizes: BlockSizes | None,
-    precision: PrecisionLike,
-) -> HeadOptions:
-    if isinstance(outputs, str) or not outputs:
-        raise ValueError(f"{name}: outputs={outputs!r}; give a tuple of one or more of {', '.join(OUTPUT_NAMES)}")
-    for output in outputs:
-        _check_name(name, "outputs", output, OUTPUT_NAMES)
-    sizes = dict(block_sizes or {})
-    for key, size in sizes.items():
-        _check_name(name, "block_sizes", key, ("block_n", "block_v", "block_d"))
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name}: block_sizes[{key!r}] is {size!r}; it must be an integer of at least 1")
-    if logits_dtype is not None:
-        dtype = jnp.dtype(logits_dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"{name}: logits_dtype={logits_dtype!r}; it must be a floating-point dtype such as 'bfloat16'"
-            )
-        logits_dtype = dtype.name
-    ordered: tuple[OutputName, ...] = tuple(output for output in OUTPUT_NAMES if output in outputs)
-    return HeadOptions(layout, ordered, logits_dtype, precision, **{key: int(size) for key, size in sizes.items()})
-
-
 def _choose(
     name: str, implementation: str, known: Mapping[str, Callable[..., TokenStats]], sharding: object
 ) -> Callable[..., TokenStats]:
@@ -468,12 +352,5 @@ def _choose(
         raise NotImplementedError(
             f"{name}: sharding={sharding!r} is not built yet; leave it None (under a mesh, 'chunked' works by GSPMD)"
         )
-    _check_name(name, "implementation", implementation, ("auto", *known))
+    check_name(name, "implementation", implementation, ("auto", *known))
     return known["chunked" if implementation == "auto" else implementation]
-
-
-def _check_name(name: str, argument: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        near = difflib.get_close_matches(str(given), known, 1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}: {argument}={given!r} is unknown; known: {', '.join(known)}{hint}")
