@@ -9,6 +9,8 @@ from .losses.linear import dft_loss as dft_loss
 from .losses.linear import linear_cross_entropy as linear_cross_entropy
 from .losses.linear import linear_dft_loss as linear_dft_loss
 from .losses.linear import linear_policy_loss as linear_policy_loss
+from .losses.linear_distillation import distillation_loss as distillation_loss
+from .losses.linear_distillation import linear_distillation_loss as linear_distillation_loss
 from .losses.linear_presets import linear_bnpo_loss as linear_bnpo_loss
 from .losses.linear_presets import linear_cispo_loss as linear_cispo_loss
 from .losses.linear_presets import linear_dapo_loss as linear_dapo_loss
@@ -32,6 +34,13 @@ from .losses.policy_presets import luspo_loss as luspo_loss
 from .losses.policy_presets_soft import cispo_loss as cispo_loss
 from .losses.policy_presets_soft import sapo_loss as sapo_loss
 from .losses.policy_presets_soft import vespo_loss as vespo_loss
+from .losses.preference import cpo_loss as cpo_loss
+from .losses.preference import dpo_loss as dpo_loss
+from .losses.preference import ipo_loss as ipo_loss
+from .losses.preference import kto_loss as kto_loss
+from .losses.preference import orpo_loss as orpo_loss
+from .losses.preference import sequence_logprobs as sequence_logprobs
+from .losses.preference import simpo_loss as simpo_loss
 from .ops.api import linear_logprobs as linear_logprobs
 from .ops.api import linear_token_stats as linear_token_stats
 from .ops.api import token_logprobs as token_logprobs

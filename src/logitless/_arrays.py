@@ -3,7 +3,8 @@
 Letters, declared once: B sequences, T positions, N = B * T tokens, D hidden size, V vocabulary.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,26 @@ def _describe(value: object) -> str:
     if shape is None:
         return repr(value)
     return f"of shape {tuple(shape)}"
+
+
+def check_name(function: str, argument: str, given: object, known: Collection[str]) -> None:
+    """Raises ValueError for an unknown name, with the nearest known one."""
+    if given not in known:
+        near = _nearest(given, known, cutoff=0.0)
+        raise ValueError(f"{function}: {argument}={given!r} is unknown; known: {', '.join(known)}{near}")
+
+
+def check_keywords(function: str, given: Collection[str], known: Collection[str], hints: Mapping[str, str]) -> None:
+    """Raises TypeError for a keyword that the function does not take, with a hint or the nearest that it does."""
+    for keyword in given:
+        if keyword not in known:
+            hint = f"; {hints[keyword]}" if keyword in hints else _nearest(keyword, known, cutoff=0.4)
+            raise TypeError(f"{function}: got an unexpected keyword argument {keyword!r}{hint}")
+
+
+def _nearest(given: object, known: Collection[str], cutoff: float) -> str:
+    near = difflib.get_close_matches(str(given), known, 1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def as_mask(function: str, mask: MaskArray, argument: str = "mask") -> jax.Array:

@@ -40,7 +40,7 @@ def test_66_a_group_without_variance_gives_zero_never_nan(rewards, scale, baseli
 def test_refusals():
     with pytest.raises(ValueError, match=r"rewards of shape \(3,\).*\[groups, members\]"):
         group_advantages(jnp.ones(3))
-    with pytest.raises(ValueError, match="nearest: 'group'"):
+    with pytest.raises(ValueError, match="did you mean 'group'"):
         group_advantages(REWARDS, scale="groups")
     with pytest.raises(ValueError, match="epsilon=-1"):
         group_advantages(REWARDS, epsilon=-1.0)

@@ -109,7 +109,7 @@ def test_refusals():
     h, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     with pytest.raises(ValueError, match=r"linear_dft_loss: got weights of shape \(3,\), labels of shape \(2,\)"):
         linear_dft_loss(h, w, jnp.zeros(2, jnp.int32), weights=jnp.ones(3))
-    with pytest.raises(ValueError, match=r"dft_loss: reduction='average' is unknown; .*nearest"):
+    with pytest.raises(ValueError, match=r"dft_loss: reduction='average' is unknown; .*did you mean"):
         dft_loss(h, jnp.zeros(2, jnp.int32), reduction="average")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="label_smoothing"):
         dft_loss(h, jnp.zeros(2, jnp.int32), label_smoothing=0.1)  # pyright: ignore[reportCallIssue]

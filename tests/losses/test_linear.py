@@ -292,10 +292,12 @@ def test_refusals(name):
     for shape in ((2, 2), (1, 3), (3,)):
         with pytest.raises(ValueError, match=re.escape(f"segment_ids of shape {shape}, mask of shape (2, 3)")):
             call(segment_ids=jnp.ones(shape, jnp.int32), advantages=x)
-    with pytest.raises(TypeError, match="entropy is computed from the hidden states"):
+    with pytest.raises(TypeError, match="linear_.*'entropy'; it is computed from the hidden states"):
         call(entropy=x)
-    with pytest.raises(TypeError, match="block_size"):
-        call(block_size=4)
+    with pytest.raises(TypeError, match=r"linear_\w+: got an unexpected keyword argument 'beta'; .* kl_coef"):
+        call(beta=0.1)
+    with pytest.raises(TypeError, match=r"linear_\w+: got .*'kl_cof'; did you mean 'kl_coef'"):
+        call(kl_cof=4)
     with pytest.raises(ValueError, match=r"kl='k3' needs ref_logprobs"):
         call(kl_coef=0.1, kl="k3")
     with pytest.raises(ValueError, match=r"temperature=0"):

@@ -133,7 +133,7 @@ def test_unknown_names_come_with_the_nearest(option, given, nearest, monkeypatch
     loss = getattr(policy_loss, "__wrapped__", policy_loss)
     with pytest.raises(ValueError) as error:
         _call(loss, **{option: given})
-    _needs(str(error.value), f"{option}={given!r}", f"nearest: {nearest!r}")
+    _needs(str(error.value), f"{option}={given!r}", f"did you mean {nearest!r}?")
 
 
 @pytest.mark.parametrize("name", ["mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "segment_ids"])

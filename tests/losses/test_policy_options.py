@@ -8,7 +8,9 @@ import pytest
 from oracle import fixture
 from policy_inputs import full_f, loss_and_grad
 
-from logitless import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, policy_loss
+import logitless
+from logitless import policy_loss
+from logitless.losses.policy_options import CommonOptions
 
 F = fixture()
 REF = {"ref_logprobs": F["ref_logprobs"]}
@@ -49,12 +51,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "vespo_lambda_neg": (VESPO, 1.5),
     "segment_ids": ({}, np.array([[1, 1, 2], [1, 2, 0]])),
 }
-PRESETS = {
-    "grpo": (grpo_loss, {}),
-    "bnpo": (bnpo_loss, {}),
-    "dapo": (dapo_loss, {}),
-    "dr_grpo": (dr_grpo_loss, {"max_completion_length": 4}),
-}
+NEEDED = {"dr_grpo": {"max_completion_length": 4}}
+PRESETS = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo")
 # What the presets read beside `policy_loss`'s own argument: they fix the composition.
 FIXED = {"ratio_level", "surrogate", "aggregation"}
 
@@ -63,8 +61,8 @@ def _own_options(loss: Any) -> set[str]:
     return {name for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _differs(loss: Any, base: dict[str, Any], option: str, value: Any) -> None:
-    arrays = full_f() | {"advantages": np.array([[1.0, -0.7, 0.4], [-0.5, 0.3, -0.9]])}
+def _differs(loss: Any, base: dict[str, Any], option: str, value: Any, arrays: dict[str, Any] | None = None) -> None:
+    arrays = arrays or full_f() | {"advantages": np.array([[1.0, -0.7, 0.4], [-0.5, 0.3, -0.9]])}
     before = loss_and_grad(arrays, base, loss=loss)
     after = loss_and_grad(arrays, base | {option: value}, loss=loss)
     same_loss = np.array_equal(before[0], after[0]) and np.array_equal(before[1], after[1])
@@ -85,16 +83,29 @@ def test_option_alone_changes_the_result(x64, option):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("option", sorted(CHANGES.keys() - FIXED))
+@pytest.mark.parametrize("option", sorted(CHANGES))
 def test_option_alone_changes_the_preset_or_raises(x64, preset, option):
-    loss, needed = PRESETS[preset]
+    loss, needed = getattr(logitless, f"{preset}_loss"), NEEDED.get(preset, {})
     base, value = CHANGES[option]
-    base = {name: x for name, x in base.items() if name not in FIXED} | needed
-    of_another_preset = (option == "total" and preset != "dapo") or (
-        option == "max_completion_length" and preset != "dr_grpo"
-    )
-    if of_another_preset or option.startswith(("vespo", "tau", "cispo")):
-        with pytest.raises(ValueError, match=f"{option}=.* has no meaning with"):
+    if option not in _own_options(loss) | CommonOptions.__annotations__.keys():
+        with pytest.raises(TypeError, match=f"{preset}_loss: got an unexpected .*{option}.*{preset}_loss fixes it"):
             loss_and_grad(full_f(), needed | {option: value}, loss=loss)
         return
-    _differs(loss, base, option, value)
+    base = {name: x for name, x in base.items() if name not in FIXED} | needed
+    arrays = None
+    if "delta" in _own_options(loss) and preset in ("gspo", "luspo"):
+        # One sequence with a ratio of exp(.1), one of exp(-.1), so that every bound is reached from both sides.
+        arrays = full_f(advantages=np.array([[1.0, -0.4, 0.7], [-0.5, -0.2, 0.9]]))
+        arrays["old_logprobs"] = arrays["logprobs"] - np.array([[0.3, -0.1, 0.1], [-0.1, 0.2, -0.4]])
+        value = {"delta": 1.001, "clip_high": 0.2}.get(option, value)
+        base.pop("clip_high", None)
+    if preset == "vespo" and option == "rollout_level":
+        with pytest.raises(ValueError, match="rollout_level='sequence' has no meaning with surrogate='vespo'"):
+            loss_and_grad(full_f(), base | {option: value}, loss=loss)
+        return
+    _differs(loss, base, option, value, arrays)
+
+
+def test_an_unknown_option_of_a_preset_comes_with_the_nearest():
+    with pytest.raises(TypeError, match=r"grpo_loss: .*'entropy_koef'; did you mean 'entropy_coef'\?"):
+        loss_and_grad(full_f(), {"entropy_koef": 0.1}, loss=logitless.grpo_loss, dtype="float32")

@@ -1,9 +1,7 @@
 """Each preset is its paper's loss, by its own defaults and with each of its options, on fixture F."""
 
-import inspect
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import assert_close, fixture, policy_gradient, policy_loss
@@ -31,24 +29,6 @@ PAPERS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDED = {"dr_grpo": {"max_completion_length": 4}}
-# Each option that a preset may have, at a value that changes the loss or a gradient of `full_f`.
-SWITCHED: dict[str, dict[str, Any]] = {
-    "clip_low": {"clip_low": 0.05},
-    "clip_high": {"clip_high": 0.05},
-    "delta": {"delta": 1.001},
-    "cispo_max": {"cispo_max": 1.1},
-    "tau_positive": {"tau_positive": 2.0},
-    "tau_negative": {"tau_negative": 2.0},
-    "vespo_k_pos": {"vespo_k_pos": 1.5},
-    "vespo_lambda_pos": {"vespo_lambda_pos": 1.5},
-    "vespo_k_neg": {"vespo_k_neg": 1.5},
-    "vespo_lambda_neg": {"vespo_lambda_neg": 1.5},
-    "total": {"total": 11},
-    "max_completion_length": {"max_completion_length": 9},
-    "kl_coef": {"kl_coef": 0.1},
-    "kl": {"kl": "k2", "kl_coef": 0.1},
-    "token_level": {"token_level": True},
-}
 
 
 def _loss(name: str) -> Any:
@@ -73,23 +53,6 @@ def test_a_divergence_is_k3_unless_named(x64, name):
     given = (arrays["logprobs"], arrays["old_logprobs"], arrays["advantages"], arrays["mask"])
     more = {"kl": "k3", "kl_coef": 0.1, "ref_logprobs": arrays["ref_logprobs"]}
     assert_close(by_default[0], policy_loss(*given, **PAPERS[name], **more), rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [(n, o) for n in PAPERS for o in SWITCHED if o in inspect.signature(_loss(n)).parameters],
-)
-def test_each_option_of_a_preset_changes_something(x64, name, option):
-    # Case 104. Advantages of both signs with ratios on both sides of every bound.
-    arrays = full_f(ref_logprobs=fixture()["ref_logprobs"])
-    if name in ("gspo", "luspo"):
-        # One sequence with a ratio of exp(.1), one of exp(-.1).
-        arrays["old_logprobs"] = arrays["logprobs"] - np.array([[0.3, -0.1, 0.1], [-0.1, 0.2, -0.4]])
-        arrays["advantages"] = np.array([[1.0, -0.4, 0.7], [-0.5, -0.2, 0.9]])
-    before = loss_and_grad(arrays, NEEDED.get(name, {}), loss=_loss(name))
-    after = loss_and_grad(arrays, NEEDED.get(name, {}) | SWITCHED[option], loss=_loss(name))
-    changed = max(abs(float(before[0] - after[0])), float(np.max(np.abs(before[1] - after[1]))))
-    assert changed > 1e-6, f"{option} of {name}_loss changes neither value nor gradient"
 
 
 def test_token_form_of_gspo(x64):
@@ -132,11 +95,3 @@ def test_micro_batches_that_share_a_total_add_up(x64, name):
     ]
     assert_close(rows[0][0] + rows[1][0], whole, rtol=1e-13)
     assert_close(np.concatenate([rows[0][1], rows[1][1]]), grad, rtol=1e-13, what="gradient")
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_another_preset_s_option_is_refused(name):
-    other = "cispo_max" if name != "cispo" else "tau_positive"
-    zeros = jnp.zeros((2, 3))
-    with pytest.raises(ValueError, match=f"{other}=3.0 has no meaning with surrogate="):
-        _loss(name)(zeros, None, jnp.ones(2), jnp.ones((2, 3)), **NEEDED.get(name, {}), **{other: 3.0})

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import FloatArray, accumulator, shape_error
-from logitless.losses.policy_options import check_name
+from logitless._arrays import FloatArray, accumulator, check_name, is_concrete, shape_error
 
 
 def group_advantages(
@@ -40,7 +39,7 @@ def group_advantages(
     name = "group_advantages"
     check_name(name, "scale", scale, ("group", "batch", "none"))
     check_name(name, "baseline", baseline, ("mean", "leave_one_out"))
-    if epsilon < 0:
+    if is_concrete(epsilon) and not epsilon >= 0:
         raise ValueError(f"{name}: epsilon={epsilon}; it must be at least 0")
     rewards = jnp.asarray(rewards)
     if rewards.ndim != 2:

@@ -18,7 +18,9 @@ def kl_estimate(
     Returns:
         Token estimates, differentiable in both arguments.
     """
-    away = ref_logprobs - logprobs
+    # A token that neither policy can give tells nothing of how far they are apart.
+    impossible = (logprobs == -jnp.inf) & (ref_logprobs == -jnp.inf)
+    away = jnp.where(impossible, 0.0, ref_logprobs) - jnp.where(impossible, 0.0, logprobs)
     if clamp is not None:
         away = jnp.clip(away, -clamp, clamp)
     if estimator == "k1":
@@ -27,4 +29,6 @@ def kl_estimate(
         return jnp.square(away) / 2
     assert estimator == "k3"
     # expm1 keeps the digits of a small divergence.
-    return jnp.expm1(away) - away
+    # Infinitely far is infinite, not inf - inf.
+    finite = jnp.where(away == jnp.inf, 0.0, away)
+    return jnp.where(away == jnp.inf, jnp.inf, jnp.expm1(finite) - finite)

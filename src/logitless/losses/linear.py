@@ -1,5 +1,6 @@
 """The losses that take hidden states or logits: the only loss module that calls the ops."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, cast
 
@@ -7,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, as_mask, shape_error
+from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, as_mask, check_keywords, shape_error
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import PolicyOptions, is_off
+from logitless.losses.policy_options import CommonOptions, PolicyOptions, is_off
 from logitless.losses.supervised import (
     Reduction,
     check_cross_entropy,
@@ -148,6 +149,7 @@ def linear_cross_entropy(
     weights.
     """
     name = "linear_cross_entropy"
+    check_keywords(name, head, HeadOptions.__annotations__, _LABEL_HINTS)
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, label_smoothing, z_loss, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
@@ -200,6 +202,7 @@ def cross_entropy(
     Reference: as `linear_cross_entropy`; departures: as there.
     """
     name = "cross_entropy"
+    check_keywords(name, options, LogitOptions.__annotations__, _LABEL_HINTS)
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, label_smoothing, z_loss, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
@@ -249,6 +252,7 @@ def linear_dft_loss(
     Reference: https://arxiv.org/abs/2508.05629; departures: none.
     """
     name = "linear_dft_loss"
+    check_keywords(name, head, HeadOptions.__annotations__, _LABEL_HINTS)
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, 0.0, 0.0, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
@@ -296,6 +300,7 @@ def dft_loss(
     Reference: https://arxiv.org/abs/2508.05629; departures: none.
     """
     name = "dft_loss"
+    check_keywords(name, options, LogitOptions.__annotations__, _LABEL_HINTS)
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, 0.0, 0.0, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
@@ -324,6 +329,26 @@ def _reduce(
     )
 
 
+_HINTS = {
+    "entropy": "it is computed from the hidden states; leave it out",
+    "beta": "the factor of the divergence is kl_coef",
+    "epsilon": "the clip range is clip_low and clip_high",
+    "epsilon_low": "the clip range is clip_low and clip_high",
+    "epsilon_high": "the clip range is clip_low and clip_high",
+    "loss_type": "each type is a preset of its own, such as linear_dapo_loss",
+}
+_LABEL_HINTS = {
+    "mask": "give ignore_index to the labels that do not count, or weights of 0",
+    "outputs": "the loss asks for what it needs",
+}
+
+
+def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
+    """What a policy loss takes by name, but for the entropies."""
+    own = {name for name, p in inspect.signature(loss).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return (own | CommonOptions.__annotations__.keys()) - {"entropy"}
+
+
 def policy_from_hidden(
     loss: Callable[..., LossOutput],
     hidden: FloatArray,
@@ -338,8 +363,7 @@ def policy_from_hidden(
     name = f"linear_{loss.__name__}"
     head = {key: value for key, value in options.items() if key in HeadOptions.__annotations__}
     rest = {key: value for key, value in options.items() if key not in head}
-    if "entropy" in rest:
-        raise TypeError(f"{name}: entropy is computed from the hidden states; leave it out")
+    check_keywords(name, rest, _options_of(loss), _HINTS)
     counts = as_mask(name, mask)
     if (segment_ids := cast(Any, rest.get("segment_ids"))) is not None:
         if jnp.shape(segment_ids) != jnp.shape(mask):

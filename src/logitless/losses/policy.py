@@ -19,6 +19,7 @@ from logitless.losses.policy_options import (
     Surrogate,
     check_options,
     check_shapes,
+    is_off,
 )
 from logitless.losses.sequences import Sequences, find_sequences
 
@@ -166,9 +167,12 @@ def policy_loss(
     options = dict(locals())
     check_options("policy_loss", options)
     tokens, sequences = _prepare(**{name: options[name] for name in _ARRAYS})
-    log_ratio = _log_ratio(tokens, sequences, ratio_level)
+    token_log_ratio = _token_log_ratio(tokens)
+    log_ratio = _log_ratio(token_log_ratio, tokens, sequences, ratio_level)
     ratio = jnp.exp(jnp.minimum(log_ratio, LARGEST_LOG_RATIO))
     weights = _rollout_weights(tokens, sequences, rollout_level, rollout_mode, rollout_max, rollout_min)
+    # A target without probability has no gradient to give, and weight 0 times -inf is no number.
+    likelihood = jnp.where(tokens.logprobs == -jnp.inf, 0.0, tokens.logprobs)
     bounds = _Bounds(None, None)
     if surrogate == "clip":
         bounds = _Bounds(1.0 - clip_low, 1.0 + clip_high)
@@ -177,26 +181,29 @@ def policy_loss(
         losses = -ratio * tokens.advantages
     elif surrogate == "cispo":
         bounds = _Bounds(None, cispo_max)
-        losses = -stop_gradient(jnp.minimum(ratio, cispo_max)) * tokens.advantages * tokens.logprobs
+        losses = -stop_gradient(jnp.minimum(ratio, cispo_max)) * tokens.advantages * likelihood
     elif surrogate == "sapo":
         tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(ratio.dtype)
         losses = -tokens.advantages * jax.nn.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
     else:
         positive, negative = (vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg)
-        losses = -_vespo_weight(tokens, sequences, weights, positive, negative) * tokens.advantages * tokens.logprobs
+        importance = _vespo_weight(token_log_ratio, tokens, sequences, weights, positive, negative)
+        losses = -importance * tokens.advantages * likelihood
     if top_entropy_quantile is not None:
         losses = jnp.where(_top_entropy(tokens, top_entropy_quantile), losses, 0.0)
     if weights is not None and surrogate != "vespo":
         losses = losses * weights
-    if tokens.ref is not None and kl != "none":
-        divergence = kl_estimate(tokens.logprobs, tokens.ref, kl, kl_clamp)
+    if tokens.ref is not None and kl != "none" and not is_off(kl_coef):
+        # A traced coefficient may be 0, and 0 times a divergence that overflows is no number.
+        ref = jnp.where(jnp.asarray(kl_coef) == 0, stop_gradient(tokens.logprobs), tokens.ref)
+        divergence = kl_estimate(tokens.logprobs, ref, kl, kl_clamp)
         losses = losses + kl_coef * (divergence * ratio if kl_bias_correction else divergence)
     if tokens.entropy is not None:
         losses = losses - entropy_coef * tokens.entropy
     loss = aggregate(
         losses, tokens.mask, sequences, aggregation, total=total, max_completion_length=max_completion_length
     )
-    return LossOutput(loss, _metrics(tokens, ratio, bounds, "k3" if kl == "none" else kl))
+    return LossOutput(loss, _metrics(tokens, token_log_ratio, ratio, bounds, "k3" if kl == "none" else kl))
 
 
 _ARRAYS = (
@@ -262,24 +269,32 @@ def _prepare(
     return tokens, find_sequences((new.shape[0], new.shape[1]), segment_ids, dtype)
 
 
-def _log_ratio(tokens: _Tokens, sequences: Sequences, level: str) -> Float[Array, "B T"]:
+def _token_log_ratio(tokens: _Tokens) -> Float[Array, "B T"]:
     # A token that neither policy can give (a target outside the support) has ratio 1, not -inf - -inf.
     impossible = (tokens.logprobs == -jnp.inf) & (tokens.old == -jnp.inf)
-    log_ratio = jnp.where(impossible, 0.0, tokens.logprobs) - jnp.where(impossible, 0.0, tokens.old)
+    return jnp.where(impossible, 0.0, tokens.logprobs) - jnp.where(impossible, 0.0, tokens.old)
+
+
+def _log_ratio(
+    log_ratio: Float[Array, "B T"], tokens: _Tokens, sequences: Sequences, level: str
+) -> Float[Array, "B T"]:
     if level == "token":
         return log_ratio
     mean = sequences.spread(sequence_means(log_ratio, tokens.mask, sequences))
     if level == "sequence_token":
-        return stop_gradient(mean) + tokens.logprobs - stop_gradient(tokens.logprobs)
+        # The gradient of the token, at a value of exactly 0: the sequence's mean keeps its digits.
+        finite = jnp.where(tokens.logprobs == -jnp.inf, 0.0, tokens.logprobs)
+        return stop_gradient(mean) + (finite - stop_gradient(finite))
     return jnp.broadcast_to(mean, log_ratio.shape)
 
 
 def _clip(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], bounds: _Bounds, delta: Scalar | None
 ) -> Float[Array, "B T"]:
-    plain = (ratio if delta is None else jnp.minimum(ratio, delta)) * advantages
+    plain = (ratio if delta is None else jnp.where(ratio <= delta, ratio, delta)) * advantages
     clipped = jnp.clip(ratio, bounds.low, bounds.high) * advantages
-    # Selected rather than jnp.minimum: at a tie (a ratio of 1 with a clip range of 0) the whole gradient is kept.
+    # Selected rather than jnp.minimum, here and for delta: at a tie (a ratio of 1 with a clip range of 0) the whole
+    # gradient is kept.
     return -jnp.where(plain <= clipped, plain, clipped)
 
 
@@ -298,13 +313,14 @@ def _rollout_weights(
 
 
 def _vespo_weight(
+    log_ratio: Float[Array, "B T"],
     tokens: _Tokens,
     sequences: Sequences,
     weights: Float[Array, "B T"] | None,
     positive: tuple[float, float],
     negative: tuple[float, float],
 ) -> Float[Array, "B T"]:
-    terms = jnp.clip(tokens.logprobs - tokens.old, -20.0, 20.0)
+    terms = jnp.clip(log_ratio, -20.0, 20.0)
     if weights is not None:
         terms = terms + jnp.where(tokens.mask, jnp.log(jnp.maximum(weights, SMALLEST_WEIGHT)), 0.0)
     s = jnp.clip(sequences.sum(terms), jnp.log(SMALLEST_WEIGHT), 20.0)
@@ -324,8 +340,12 @@ def _top_entropy(tokens: _Tokens, share: float) -> Bool[Array, "B T"]:
     return tokens.mask & (entropy >= threshold)
 
 
-def _metrics(tokens: _Tokens, ratio: Float[Array, "B T"], bounds: _Bounds, kl: str) -> Metrics:
-    tokens, ratio = jax.tree.map(stop_gradient, (tokens, ratio))
+def _metrics(
+    tokens: _Tokens, log_ratio: Float[Array, "B T"], ratio: Float[Array, "B T"], bounds: _Bounds, kl: str
+) -> Metrics:
+    tokens, log_ratio, ratio = jax.tree.map(stop_gradient, (tokens, log_ratio, ratio))
+    # One token that the policy cannot give must not turn the sum of a whole batch into NaN.
+    log_ratio = jnp.maximum(log_ratio, -LARGEST_LOG_RATIO)
     mask, dtype = tokens.mask, ratio.dtype
     count = jnp.sum(mask, dtype=dtype)
 
@@ -339,7 +359,7 @@ def _metrics(tokens: _Tokens, ratio: Float[Array, "B T"], bounds: _Bounds, kl: s
         "clip_low": total(low),
         "clip_high": total(high),
         "clip_region": total(low | high),
-        "approx_kl": total(kl_estimate(tokens.logprobs, tokens.old, "k3")),
+        "approx_kl": total(kl_estimate(log_ratio, jnp.zeros_like(log_ratio), "k3")),
         "ratio_mean": total(ratio),
         "ratio_min": jnp.min(ratio, initial=jnp.inf, where=mask),
         "ratio_max": jnp.max(ratio, initial=-jnp.inf, where=mask),

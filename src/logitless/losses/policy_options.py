@@ -1,12 +1,11 @@
 """Which options of `policy_loss` have a meaning together. A combination without one raises and names both."""
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax.numpy as jnp
 
-from logitless._arrays import Array, IntArray, Scalar, is_concrete, shape_error
+from logitless._arrays import Array, IntArray, Scalar, check_keywords, check_name, is_concrete, shape_error
 
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
 SURROGATES = ("clip", "cispo", "sapo", "vespo", "none")
@@ -109,6 +108,14 @@ class PolicyOptions(CommonOptions, total=False):
     vespo_lambda_neg: float
 
 
+def preset_options(name: str, options: CommonOptions) -> CommonOptions:
+    """The options as they are; raises TypeError for one that the preset fixes, or that nobody knows."""
+    fixed = f"{name} fixes it: policy_loss takes it as an option"
+    hints = dict.fromkeys(PolicyOptions.__annotations__.keys() - CommonOptions.__annotations__.keys(), fixed)
+    check_keywords(name, options, CommonOptions.__annotations__, hints)
+    return options
+
+
 def is_off(value: object, default: object = 0.0) -> bool:
     """True where an option stands at its default; a traced number counts as set."""
     if value is None or default is None:
@@ -165,13 +172,6 @@ def _exclude(name: str, first: str, second: str, why: str) -> None:
     raise ValueError(f"{name}: {first} has no meaning with {second}: {why}")
 
 
-def check_name(name: str, option: str, given: object, known: Sequence[str]) -> None:
-    """Raises ValueError with the nearest known name."""
-    if given not in known:
-        near = difflib.get_close_matches(str(given), known, 1, cutoff=0.0)
-        raise ValueError(f"{name}: {option}={given!r} is unknown; known: {', '.join(known)}; nearest: {near[0]!r}")
-
-
 def check_shapes(name: str, logprobs: Array, arrays: Mapping[str, Array | None], advantages: Array) -> None:
     """Raises ValueError naming both shapes; nothing is broadcast but advantages `[B]`."""
     if jnp.ndim(logprobs) != 2:
@@ -186,7 +186,12 @@ def check_shapes(name: str, logprobs: Array, arrays: Mapping[str, Array | None],
             {"advantages": advantages, "logprobs": logprobs},
             "advantages must be [B] (one a sequence) or [B, T] (one a token)",
         )
-    if arrays.get("segment_ids") is not None and jnp.ndim(advantages) != 2:
+    if not jnp.issubdtype(jnp.asarray(logprobs).dtype, jnp.floating):
+        raise TypeError(f"{name}: logprobs is {jnp.asarray(logprobs).dtype}; log-probabilities are floats, in nats")
+    ids = arrays.get("segment_ids")
+    if ids is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: segment_ids is {ids.dtype}; they must be integers, 0 for padding")
+    if ids is not None and jnp.ndim(advantages) != 2:
         raise shape_error(
             name, {"advantages": advantages}, "with segment_ids they must be [B, T]: a row has many sequences"
         )

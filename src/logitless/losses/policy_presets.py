@@ -4,7 +4,7 @@ from typing import Unpack
 
 from logitless._arrays import FloatArray, MaskArray, Scalar
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import CommonOptions, KLName, is_off
+from logitless.losses.policy_options import CommonOptions, KLName, is_off, preset_options
 
 
 def preset_kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
@@ -71,7 +71,7 @@ def grpo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("grpo_loss", options),
     )
 
 
@@ -136,7 +136,7 @@ def bnpo_loss(
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
         aggregation="token_mean",
-        **options,
+        **preset_options("bnpo_loss", options),
     )
 
 
@@ -203,7 +203,7 @@ def dr_grpo_loss(
         ref_logprobs=ref_logprobs,
         aggregation="constant",
         max_completion_length=max_completion_length,
-        **options,
+        **preset_options("dr_grpo_loss", options),
     )
 
 
@@ -271,7 +271,7 @@ def dapo_loss(
         ref_logprobs=ref_logprobs,
         aggregation="given_total",
         total=total,
-        **options,
+        **preset_options("dapo_loss", options),
     )
 
 
@@ -338,7 +338,7 @@ def gspo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("gspo_loss", options),
     )
 
 
@@ -403,5 +403,5 @@ def luspo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("luspo_loss", options),
     )

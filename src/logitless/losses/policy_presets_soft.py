@@ -4,7 +4,7 @@ from typing import Unpack
 
 from logitless._arrays import FloatArray, MaskArray, Scalar
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import CommonOptions, KLName
+from logitless.losses.policy_options import CommonOptions, KLName, preset_options
 from logitless.losses.policy_presets import preset_kl
 
 
@@ -66,7 +66,7 @@ def cispo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("cispo_loss", options),
     )
 
 
@@ -126,7 +126,7 @@ def sapo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("sapo_loss", options),
     )
 
 
@@ -197,5 +197,5 @@ def vespo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        **options,
+        **preset_options("vespo_loss", options),
     )

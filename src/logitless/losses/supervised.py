@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from logitless._arrays import FloatArray, is_concrete, shape_error
+from logitless._arrays import FloatArray, check_name, is_concrete, shape_error
 from logitless.losses.aggregate import ratio_or_zero
-from logitless.losses.policy_options import check_name
 
 if TYPE_CHECKING:
     Reduction = Literal["mean", "sum", "none"]
@@ -113,5 +112,7 @@ def reduce_losses(
 
 def tokens_that_count(labels: Array, weights: FloatArray | None, ignore_index: int) -> Bool[Array, "..."]:
     """Neither ignored nor of weight 0: the rest is skipped, whatever stands there."""
-    valid = labels != ignore_index
+    info = jnp.iinfo(labels.dtype)
+    # Compared as it is, an index that the labels' dtype cannot hold would wrap to a real token.
+    valid = labels != ignore_index if info.min <= ignore_index <= info.max else jnp.ones(labels.shape, bool)
     return valid if weights is None else valid & (jnp.asarray(weights) != 0)

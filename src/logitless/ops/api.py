@@ -16,9 +16,10 @@ from logitless._arrays import (
     MaskArray,
     Scalar,
     accumulator,
+    check_name,
     shape_error,
 )
-from logitless.ops.checks import check_dtypes, check_head, check_name, check_options, check_scalars, check_tokens
+from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
@@ -337,6 +338,9 @@ def _compiled(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
 def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
     """Flat int32 targets; V, which no column has, for every target outside the vocabulary."""
     flat = targets.reshape(-1)
+    # V itself need not fit into a narrow dtype of ids.
+    if flat.dtype.itemsize < 4:
+        flat = flat.astype(jnp.int32)
     return jnp.where((flat >= 0) & (flat < vocab), flat, vocab).astype(jnp.int32)
 
 
@@ -349,8 +353,6 @@ def _choose(
     name: str, implementation: str, known: Mapping[str, Callable[..., TokenStats]], sharding: object
 ) -> Callable[..., TokenStats]:
     if sharding is not None:
-        raise NotImplementedError(
-            f"{name}: sharding={sharding!r} is not built yet; leave it None (under a mesh, 'chunked' works by GSPMD)"
-        )
+        raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
     check_name(name, "implementation", implementation, ("auto", *known))
     return known["chunked" if implementation == "auto" else implementation]

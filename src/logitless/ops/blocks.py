@@ -17,12 +17,14 @@ class VocabSlice(NamedTuple):
 
     def of(self, x: Array, axis: int) -> Array:
         """The block's columns of `x`."""
-        return _as_bits(lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, axis), x)
+        return _as_bits(lambda x, start: lax.dynamic_slice_in_dim(x, start, self.size, axis), self.start, x)
 
     def put(self, x: Array, block: Array, axis: int) -> Array:
         """`x` with these columns replaced, cast to its dtype."""
         block = block.astype(x.dtype)
-        return _as_bits(lambda x, block: lax.dynamic_update_slice_in_dim(x, block, self.start, axis), x, block)
+        return _as_bits(
+            lambda x, block, start: lax.dynamic_update_slice_in_dim(x, block, start, axis), self.start, x, block
+        )
 
     def met(self) -> Bool[Array, " v"] | None:
         """Columns that count already, or None where no block has any."""
@@ -109,14 +111,16 @@ def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:
     return jnp.take(x, index, axis=0, mode="fill", fill_value=fill)
 
 
-def _as_bits(move: Callable[..., Array], *arrays: Array) -> Array:
+def _as_bits(move: Callable[..., Array], start: Int[Array, ""], *arrays: Array) -> Array:
     """Moves 16-bit floats as integers on the CPU, where XLA would widen the whole array to float32 first."""
     dtype = arrays[0].dtype
     if dtype.itemsize != 2:
-        return move(*arrays)
+        return move(*arrays, start)
 
-    def as_bits(*arrays: Array) -> Array:
-        moved = move(*(lax.bitcast_convert_type(x, jnp.uint16) for x in arrays))
+    def as_bits(start: Int[Array, ""], *arrays: Array) -> Array:
+        # Tied to the place, so that the whole array is not turned into integers once before the loop.
+        start, *tied = lax.optimization_barrier((start, *arrays))
+        moved = move(*(lax.bitcast_convert_type(x, jnp.uint16) for x in tied), start)
         return lax.bitcast_convert_type(moved, dtype)
 
-    return lax.platform_dependent(*arrays, cpu=as_bits, default=move)
+    return lax.platform_dependent(start, *arrays, cpu=as_bits, default=lambda start, *arrays: move(*arrays, start))

@@ -1,6 +1,5 @@
 """What the doors of the ops refuse, and how they say it: names, shapes, dtypes, numbers out of range."""
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless._arrays import BlockSizes, MaskArray, Scalar, accumulator, as_mask, is_concrete, shape_error
+from logitless._arrays import BlockSizes, MaskArray, Scalar, accumulator, as_mask, check_name, is_concrete, shape_error
 from logitless.ops.types import OUTPUT_NAMES, HeadOptions, Layout, LogitScalars, OutputName, PrecisionLike
 
 
@@ -105,7 +104,7 @@ def check_options(
     precision: PrecisionLike,
 ) -> HeadOptions:
     """The static choices as one hashable value; raises ValueError naming what is unknown or out of range."""
-    if isinstance(outputs, str) or not outputs:
+    if isinstance(outputs, str) or not (outputs := tuple(outputs)):
         raise ValueError(f"{name}: outputs={outputs!r}; give a tuple of one or more of {', '.join(OUTPUT_NAMES)}")
     for output in outputs:
         check_name(name, "outputs", output, OUTPUT_NAMES)
@@ -115,8 +114,8 @@ def check_options(
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name}: block_sizes[{key!r}] is {size!r}; it must be an integer of at least 1")
     if logits_dtype is not None:
-        dtype = jnp.dtype(logits_dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        dtype = _dtype(logits_dtype)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"{name}: logits_dtype={logits_dtype!r}; it must be a floating-point dtype such as 'bfloat16'"
             )
@@ -125,9 +124,9 @@ def check_options(
     return HeadOptions(layout, ordered, logits_dtype, precision, **{key: int(size) for key, size in sizes.items()})
 
 
-def check_name(name: str, argument: str, given: str, known: Sequence[str]) -> None:
-    """Raises ValueError with the nearest known name."""
-    if given not in known:
-        near = difflib.get_close_matches(str(given), known, 1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}: {argument}={given!r} is unknown; known: {', '.join(known)}{hint}")
+def _dtype(name: str) -> np.dtype | None:
+    """The dtype of that name, None where there is none."""
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        return None

@@ -33,7 +33,7 @@ def linear_token_stats_reference(
     if bias is not None:
         logits = logits + bias.astype(dtype)[None, :]
     if options.logits_dtype is not None:
-        logits = logits.astype(options.logits_dtype)
+        logits = logits.astype(options.logits_dtype).astype(logits.dtype)
     return token_stats_reference(logits, targets, mask, scalars, options)
 
 

@@ -1,0 +1,540 @@
+"""Distillation from hidden states and from logits: oracle, budgets, ignored tokens, -inf columns, skipping, refusals."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from oracle import central_differences
+
+from logitless.audit import assert_logitless, audit
+from logitless.losses.linear_distillation import IMPLEMENTATIONS, distillation_loss, linear_distillation_loss
+from logitless.ops.distill import DIVERGENCES
+from problems import SIZES, assert_in_budget, in_layout, peaked
+
+every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_kind = pytest.mark.parametrize("kind", DIVERGENCES)
+LAYOUTS = [("DV", "DV"), ("VD", "VD"), ("DV", "VD"), ("VD", "DV")]
+BLOCKS = {
+    "own rule": None,
+    "ragged blocks": {"block_n": 16, "block_v": 100},
+    "tiny blocks": {"block_n": 3, "block_v": 2},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 20.0, "teacher_softcap": 15.0},
+    "logit_scale": {"logit_scale": 0.3, "teacher_logit_scale": 1.2},
+    "bias": {"bias": True, "teacher_bias": True},
+    "all": {
+        "temperature": 1.7, "softcap": 20.0, "teacher_softcap": 30.0, "logit_scale": 1.3, "teacher_logit_scale": 0.6,
+        "bias": True, "teacher_bias": True,
+    },
+}  # fmt: skip
+SMALL = {"block_n": 4, "block_v": 6}
+
+
+class Pair(NamedTuple):
+    """Student and teacher, heads as `[V, D]`."""
+
+    hidden: jax.Array
+    lm_head: jax.Array
+    bias: jax.Array
+    teacher_hidden: jax.Array
+    teacher_head: jax.Array
+    teacher_bias: jax.Array
+    labels: jax.Array
+
+
+def pair(n: int, d: int, v: int, dtype: str, seed: int = 0) -> Pair:
+    """A peaked student, and a teacher of another width that is peaked elsewhere; three tokens in ten are ignored."""
+    student, teacher = peaked(n, d, v, dtype, seed), peaked(n, d + 3, v, dtype, seed + 100)
+    labels = jnp.where(student.mask, student.targets, -100)
+    return Pair(*student[:2], student.bias, *teacher[:2], teacher.bias, labels)
+
+
+def run(problem: Pair, hidden: Any, lm_head: Any, *, layouts: Any = ("VD", "VD"), **options: Any) -> Any:
+    """The loss, with a head as `[V, D]` and the other inputs of the problem; `bias` True takes the problem's."""
+    for key in ("bias", "teacher_bias"):
+        if options.get(key) is True:
+            options[key] = getattr(problem, key)
+    return linear_distillation_loss(
+        hidden, in_layout(lm_head, layouts[0]), problem.teacher_hidden, in_layout(problem.teacher_head, layouts[1]),
+        options.pop("labels", problem.labels), layout=layouts[0], teacher_layout=layouts[1], **options,
+    )  # fmt: skip
+
+
+def gradients(problem: Pair, **options: Any) -> Any:
+    """The summed loss, and its gradients by hidden states and head."""
+    return jax.value_and_grad(lambda h, w: jnp.sum(run(problem, h, w, **options)), (0, 1))(*problem[:2])
+
+
+def with_beta(kind: str, beta: float = 0.3) -> dict[str, Any]:
+    return {"kind": kind, "beta": beta} if kind == "jsd" else {"kind": kind}
+
+
+def log_softmax(z: np.ndarray) -> list[float]:
+    top = max(float(x) for x in z)
+    total = math.fsum(math.exp(float(x) - top) for x in z)
+    return [float(x) - top - math.log(total) for x in z]
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    """KL(p || q) of log-probabilities, column by column."""
+    return math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q, strict=True) if a > -math.inf)
+
+
+def divergence(z_s: np.ndarray, z_t: np.ndarray, kind: str, beta: float = 0.5) -> float:
+    """Divergence of one row of student and teacher logits."""
+    s, t = log_softmax(z_s), log_softmax(z_t)
+    if kind == "forward_kl":
+        return kl(t, s)
+    if kind == "reverse_kl":
+        return kl(s, t)
+    mixed = [beta * math.exp(b) + (1 - beta) * math.exp(a) for a, b in zip(s, t, strict=True)]
+    m = [math.log(x) if x > 0 else -math.inf for x in mixed]
+    return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+
+def oracle_losses(h: np.ndarray, w: np.ndarray, b: np.ndarray, problem: Any, options: dict[str, Any]) -> list[float]:
+    """Losses of all tokens from the formulas, ignored ones as 0; `options` holds every scalar."""
+
+    def logits(h, w, b, scale, cap):
+        x = (h @ w.T + b) * scale
+        return (x if cap is None else cap * np.tanh(x / cap)) / options.get("temperature", 1.0)
+
+    z_s = logits(h, w, b, options.get("logit_scale", 1.0), options.get("softcap"))
+    z_t = logits(
+        problem.teacher_hidden, problem.teacher_head, problem.teacher_bias,
+        options.get("teacher_logit_scale", 1.0), options.get("teacher_softcap"),
+    )  # fmt: skip
+    kind, beta = options["kind"], options.get("beta", 0.5)
+    return [
+        0.0 if label == -100 else divergence(one, two, kind, beta)
+        for one, two, label in zip(z_s, z_t, problem.labels, strict=True)
+    ]
+
+
+@every
+@every_kind
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_values_and_gradients_of_the_formulas(x64, layouts, kind, implementation):
+    rng = np.random.default_rng(4)
+    shapes = ((5, 3), (7, 3), (7,), (5, 4), (7, 4), (7,))
+    problem = Pair(*(jnp.asarray(rng.normal(size=shape)) for shape in shapes), jnp.asarray([1, -100, 3, 0, 6]))
+    options = {**OPTIONS["all"], **with_beta(kind), "softcap": 3.0, "teacher_softcap": 2.0}
+    plain = Pair(*(np.asarray(x) for x in problem))
+    weights = np.asarray([0.5, 9.0, -1.0, 0.0, 2.0])
+
+    def loss(h, w, b, reduction):
+        bias = {"bias": b, "weights": weights, "reduction": reduction}
+        sizes = {"block_n": 2, "block_v": 3}
+        how = {**options, **bias, "implementation": implementation, "block_sizes": sizes}
+        return run(problem, h, w, layouts=layouts, **how)
+
+    def expected(h, w, b):
+        return float(np.dot(weights, oracle_losses(h, w, b, plain, options))) / 1.5
+
+    tokens = oracle_losses(*plain[:3], plain, options)
+    np.testing.assert_allclose(loss(*problem[:3], "none"), weights * tokens, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(loss(*problem[:3], "sum"), weights @ tokens, rtol=1e-12)
+    value, actual = jax.value_and_grad(loss, (0, 1, 2))(*problem[:3], "mean")
+    np.testing.assert_allclose(value, expected(*plain[:3]), rtol=1e-12)
+    for i, gradient in enumerate(actual):
+        arguments = list(plain[:3])
+        numeric = central_differences(lambda x, i=i, a=arguments: expected(*a[:i], x, *a[i + 1 :]), arguments[i])
+        np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-8)
+
+
+@functools.cache
+def program(layouts: tuple[str, str], kind: str, option: str, implementation: str, blocks: str) -> Any:
+    """Token losses, and the gradients of hidden, lm_head and bias for one cotangent; compiled once."""
+    options = {**OPTIONS[option], **with_beta(kind)}
+    takes_bias = options.pop("bias", False)
+
+    @jax.jit
+    def both(problem, cotangent):
+        def losses(hidden, lm_head, bias):
+            how = {**options, "implementation": implementation, "block_sizes": BLOCKS[blocks], "reduction": "none"}
+            return run(problem, hidden, lm_head, layouts=layouts, bias=bias if takes_bias else None, **how)
+
+        out, pull = jax.vjp(losses, *problem[:3])
+        return out, *pull(cotangent)
+
+    return both
+
+
+def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: str, seeds: int = 2) -> None:
+    for seed in range(seeds):
+        problem = pair(*size, dtype, seed)
+        cotangent = jnp.asarray(np.random.default_rng(seed).normal(size=problem.labels.size), jnp.float32)
+        ours = program(layouts, kind, option, "chunked", blocks)(problem, cotangent)
+        plain = program(layouts, kind, option, "reference", "own rule")(problem, cotangent)
+        with jax.enable_x64(True):
+            wide = Pair(*(x.astype(jnp.float64) for x in problem[:-1]), problem.labels)
+            oracle = program(layouts, kind, option, "reference", "own rule")(wide, cotangent.astype(jnp.float64))
+        for name, *values in zip(("loss", "d_hidden", "d_lm_head", "d_bias"), ours, plain, oracle, strict=True):
+            assert values[0].dtype == (jnp.float32 if name == "loss" else dtype)
+            assert_in_budget(name, *values, ulps=8 if blocks == "tiny blocks" else 4)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    ("layouts", "option"), [(("VD", "VD"), o) for o in OPTIONS] + [(x, "all") for x in LAYOUTS if x != ("VD", "VD")]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_options_and_layouts_stay_in_budget(dtype, layouts, option, kind):
+    check((37, 24, 301), dtype, layouts, kind, option, "ragged blocks")
+
+
+@every_kind
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_and_blocks_stay_in_budget(size, blocks, kind):
+    check(SIZES[size], "float32", ("DV", "DV"), kind, "all", blocks, seeds=1)
+
+
+@every_kind
+def test_a_small_divergence_keeps_its_digits(kind):
+    # Logits apart by 1e-3: terms of first order cancel in plain jnp, whose error is as large as a tenth of the loss.
+    rng = np.random.default_rng(0)
+    z_t = rng.normal(size=(6, 40)) * 3
+    z_s = np.asarray(z_t + 1e-3 * rng.normal(size=z_t.shape), np.float32)
+    z_t = np.asarray(z_t, np.float32)
+    eye = jnp.eye(6)
+    sizes = {"block_n": 2, "block_v": 16}
+    how = {**with_beta(kind, 0.5), "reduction": "none", "implementation": "chunked", "block_sizes": sizes}
+    loss = linear_distillation_loss(eye, jnp.asarray(z_s), eye, jnp.asarray(z_t), **how)
+    expected = [divergence(a, b, kind) for a, b in zip(z_s.astype(float), z_t.astype(float), strict=True)]
+    np.testing.assert_allclose(loss, expected, rtol=2e-3)
+    assert (np.asarray(loss) > 0).all()
+
+
+@every
+@every_kind
+def test_equal_heads_diverge_by_nothing(kind, implementation):
+    problem = pair(37, 24, 301, "float32")
+    same = problem._replace(
+        teacher_hidden=problem.hidden, teacher_head=problem.lm_head, teacher_bias=problem.bias, labels=None
+    )
+    options = {**with_beta(kind), "bias": True, "teacher_bias": True, "temperature": 0.7, "block_sizes": SMALL}
+    value, slopes = gradients(same, implementation=implementation, **options)
+    np.testing.assert_allclose(value, 0.0, atol=0.0 if implementation == "chunked" else 1e-6)
+    for slope in slopes:
+        np.testing.assert_allclose(slope, 0.0, atol=0.0 if implementation == "chunked" else 1e-6)
+
+
+@every
+@every_kind
+def test_ignored_tokens_may_hold_anything(kind, implementation):
+    problem = pair(3, 4, 17, "float32")._replace(labels=jnp.asarray([2, -100, 5]))
+    spoilt = problem._replace(
+        hidden=problem.hidden.at[1].set(jnp.nan), teacher_hidden=problem.teacher_hidden.at[1].set(jnp.inf)
+    )
+    options = {**with_beta(kind), "implementation": implementation, "block_sizes": SMALL}
+    clean, bad = gradients(problem, **options), gradients(spoilt, **options)
+    jax.tree.map(np.testing.assert_array_equal, bad, clean)
+    assert (np.asarray(bad[1][0])[1] == 0).all()
+    tokens = run(spoilt, *spoilt[:2], reduction="none", **options)
+    assert tokens[1] == 0
+    np.testing.assert_allclose(bad[0], (tokens[0] + tokens[2]) / 2, rtol=1e-6)
+    # A label is read for nothing else, a weight of 0 skips likewise, and the mean divides by the weights.
+    weights = jnp.asarray([3.0, 0.0, 1.0])
+    weighed = run(spoilt, *spoilt[:2], labels=None, weights=weights, **options)
+    np.testing.assert_allclose(weighed, (3 * tokens[0] + tokens[2]) / 4, rtol=1e-6)
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_tokens_ignored(dtype, implementation):
+    problem = pair(5, 3, 7, dtype)._replace(labels=jnp.full(5, 9, jnp.int32))
+    problem = problem._replace(hidden=jnp.full_like(problem.hidden, jnp.nan))
+    for reduction in ("mean", "sum", "none"):
+        value, slopes = gradients(problem, ignore_index=9, reduction=reduction, implementation=implementation)
+        assert value == 0 and value.dtype == jnp.float32
+        for slope, x in zip(slopes, problem[:2], strict=True):
+            assert slope.shape == x.shape and slope.dtype == x.dtype and (slope == 0).all()
+
+
+@every
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (2, 0, 3), (2, 3, 4)])
+def test_any_leading_axes(shape, implementation):
+    rng = np.random.default_rng(0)
+    h, t = (jnp.asarray(rng.normal(size=(*shape, d)), jnp.float32) for d in (6, 4))
+    w, u = jnp.ones((6, 40)), jnp.ones((4, 40))
+
+    def loss(h, w, reduction):
+        return linear_distillation_loss(h, w, t, u, reduction=reduction, implementation=implementation)
+
+    # Rows of equal logits: uniform on both sides.
+    np.testing.assert_allclose(loss(h, w, "none"), np.zeros(shape), atol=1e-6)
+    value, slopes = jax.value_and_grad(loss, (0, 1))(h, w, "mean")
+    assert abs(value) < 1e-6 and slopes[0].shape == h.shape and slopes[1].shape == w.shape
+    assert np.isfinite(slopes[0]).all() and np.isfinite(slopes[1]).all()
+    flat = distillation_loss(h @ w, t @ u, reduction="none")
+    assert flat.shape == shape and flat.dtype == jnp.float32
+
+
+OUT = {
+    "both": ([0, 4], [0, 4]),
+    "teacher": ([], [0, 4]),
+    "student": ([0, 4], []),
+    "student less": ([0], [0, 4]),
+    "a block of both": ([3, 4, 5], [3, 4, 5]),
+}
+
+
+@every
+@every_kind
+@pytest.mark.parametrize("out", OUT)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_columns_at_minus_infinity(x64, softcap, out, kind, implementation):
+    problem = pair(4, 3, 8, "float64")._replace(labels=jnp.asarray([0, 1, -100, 2]))
+    for field, columns in zip(("bias", "teacher_bias"), OUT[out], strict=True):
+        places = jnp.asarray(columns, jnp.int32)
+        problem = problem._replace(**{field: getattr(problem, field).at[places].set(-jnp.inf)})
+    options = {**with_beta(kind), "softcap": softcap, "teacher_softcap": softcap, "bias": True, "teacher_bias": True}
+    how = {**options, "implementation": implementation, "block_sizes": {"block_n": 2, "block_v": 3}}
+    value, slopes = gradients(problem, reduction="none", **how)
+    # Where one is -inf and the other is not, the KL that reads the ratio there is infinite and has no gradient.
+    infinite = (kind == "forward_kl" and out == "student") or (
+        kind == "reverse_kl" and out in ("teacher", "student less")
+    )
+    for slope in slopes:
+        assert np.isfinite(slope).all() and ((np.asarray(slope) == 0).all() == infinite)
+    assert (np.asarray(slopes[1])[OUT[out][0]] == 0).all()
+    if infinite:
+        assert value == np.inf
+        return
+    plain = Pair(*(np.asarray(x) for x in problem))
+    expected = oracle_losses(*plain[:3], plain, options)
+    np.testing.assert_allclose(value, sum(expected), rtol=1e-11)
+    if kind == "jsd":
+        assert max(expected) <= math.log(2)
+    numeric = central_differences(lambda h: sum(oracle_losses(h, *plain[1:3], plain, options)), plain.hidden)
+    np.testing.assert_allclose(slopes[0], numeric, rtol=1e-5, atol=1e-7)
+
+
+@every
+@every_kind
+def test_disjoint_support_and_rows_without_a_finite_logit(kind, implementation):
+    h, w = jnp.ones((1, 1)), jnp.zeros((1, 2))
+    run = functools.partial(linear_distillation_loss, h, w, h, w, kind=kind, implementation=implementation)
+    apart = run(bias=jnp.asarray([0.0, -jnp.inf]), teacher_bias=jnp.asarray([-jnp.inf, 0.0]))
+    np.testing.assert_allclose(apart, math.log(2) if kind == "jsd" else np.inf, rtol=1e-6)
+    assert jnp.isnan(run(bias=jnp.full(2, -jnp.inf)))
+    assert jnp.isnan(run(teacher_bias=jnp.full(2, -jnp.inf)))
+
+
+@every
+@every_kind
+def test_the_teacher_has_no_gradient(kind, implementation):
+    problem = pair(5, 3, 7, "float32")
+
+    def loss(hidden, head, bias):
+        changed = problem._replace(teacher_hidden=hidden, teacher_head=head)
+        return run(changed, *problem[:2], teacher_bias=bias, implementation=implementation, **with_beta(kind))
+
+    for slope in jax.grad(loss, (0, 1, 2))(*problem[3:6]):
+        assert (slope == 0).all()
+    slope = jax.grad(lambda z: distillation_loss(jnp.ones((2, 5)), z, **with_beta(kind)))(jnp.eye(2, 5))
+    assert (slope == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["DV", "VD"])
+def test_a_frozen_head_costs_no_gradient(layout):
+    problem = pair(64, 16, 4096, "float32")
+    head = in_layout(problem.lm_head, layout)
+    teacher = in_layout(problem.teacher_head, layout)
+
+    def loss(h, w, teacher_hidden, teacher):
+        sizes = {"block_v": 256}
+        return linear_distillation_loss(h, w, teacher_hidden, teacher, layout=layout, block_sizes=sizes)
+
+    def compiled(argnums):
+        arguments = (problem.hidden, head, problem.teacher_hidden, teacher)
+        program = jax.jit(jax.grad(loss, argnums)).lower(*arguments).compile()
+        text = program.as_text()
+        assert text is not None
+        return program, text
+
+    frozen, text = compiled(0)
+    trained, trained_text = compiled((0, 1))
+    assert trained_text.count(" dot(") == text.count(" dot(") + 1
+    memory = frozen.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < head.size * 4
+    # Nothing that the frozen program makes has the shape of either head, in either order of axes.
+    made = [line for line in text.splitlines() if "parameter(" not in line and "get-tuple-element" not in line]
+    shapes = [head.shape, head.shape[::-1], teacher.shape, teacher.shape[::-1]]
+    assert not any(f"= f32[{a},{b}]" in line for line in made for a, b in shapes)
+
+
+@every_kind
+def test_the_program_holds_no_logits_of_either_head(kind):
+    problem = pair(64, 24, 900, "bfloat16")
+    arguments = (problem.hidden, problem.lm_head, problem.teacher_hidden, problem.teacher_head, problem.labels)
+    for labels in (problem.labels, None):
+
+        def loss(h, w, t, u, implementation="auto", labels=labels):
+            how = {**with_beta(kind), "layout": "VD", "implementation": implementation}
+            return linear_distillation_loss(h, w, t, u, labels, **how)
+
+        assert_logitless(loss, *arguments[:4], vocab_size=900, num_tokens=64)
+        plain = functools.partial(loss, implementation="reference")
+        assert not audit(plain, *arguments[:4], vocab_size=900, num_tokens=64).ok
+        with pytest.raises(AssertionError):
+            assert_logitless(plain, *arguments[:4], vocab_size=900, num_tokens=64)
+
+
+def _loops(jaxpr):
+    """Loops whose length is a run-time number: the blocks that are skipped."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "while":
+            yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from _loops(sub)
+
+
+@every_kind
+def test_tokens_with_zero_cotangents_are_never_computed(kind):
+    # Only a token whose block is never run can hold NaN without spoiling the head's gradient.
+    problem = pair(37, 24, 301, "float32")
+    counts = problem.labels != -100
+    spoilt = problem._replace(hidden=jnp.where(counts[:, None], problem.hidden, jnp.nan), labels=None)
+    options = {**with_beta(kind), "reduction": "none", "implementation": "chunked", "block_sizes": SMALL}
+
+    def loss(h, w, problem):
+        return jnp.sum(jnp.where(counts, run(problem, h, w, **options), 0.0))
+
+    slopes = [jax.grad(loss, (0, 1))(*x[:2], x) for x in (spoilt, problem._replace(labels=None))]
+    jax.tree.map(np.testing.assert_array_equal, *slopes)
+    with_labels = jax.make_jaxpr(lambda h, w: run(problem, h, w, **options))(*problem[:2])
+    without = jax.make_jaxpr(lambda h, w: run(problem, h, w, **options, labels=None))(*problem[:2])
+    assert list(_loops(with_labels.jaxpr)) and not list(_loops(without.jaxpr))
+
+
+@every
+@every_kind
+def test_jit_vmap_and_remat_agree_with_eager(kind, implementation):
+    problems = [pair(11, 6, 90, "float32", seed) for seed in range(3)]
+    hidden, labels = (jnp.stack([p[i] for p in problems]) for i in (0, 6))
+    problem = problems[0]
+    options = {**with_beta(kind), "softcap": 30.0, "implementation": implementation, "block_sizes": SMALL}
+
+    def loss(h, w, labels):
+        return run(problem, h, w, labels=labels, **options)
+
+    both = jax.value_and_grad(loss, (0, 1))
+    eager = [both(hidden[i], problem.lm_head, labels[i]) for i in range(3)]
+    eager = jax.tree.map(lambda *x: jnp.stack(x), *eager)
+    vmapped = jax.vmap(both, in_axes=(0, None, 0))(hidden, problem.lm_head, labels)
+    remat = jax.vmap(jax.value_and_grad(jax.checkpoint(loss), (0, 1)), in_axes=(0, None, 0))
+    remat = jax.jit(remat)(hidden, problem.lm_head, labels)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, vmapped, eager)
+    jax.tree.map(close, remat, eager)
+
+
+def test_refused_derivatives():
+    problem = pair(5, 3, 7, "float32")
+
+    def loss(h, **options):
+        return run(problem, h, problem.lm_head, implementation="chunked", **options)
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (problem.hidden,), (problem.hidden,))
+    with pytest.raises(NotImplementedError, match="second derivative; use implementation='reference'"):
+        jax.hessian(loss)(problem.hidden)
+    for option in ("temperature", "softcap", "teacher_softcap", "logit_scale", "teacher_logit_scale", "beta"):
+        kind = "jsd" if option == "beta" else "forward_kl"
+        of_option = functools.partial(lambda x, option, kind: loss(problem.hidden, kind=kind, **{option: x}), kind=kind)
+        with pytest.raises(NotImplementedError, match="stop_gradient"):
+            jax.grad(functools.partial(of_option, option=option))(0.7)
+        traced = jax.jit(functools.partial(of_option, option=option))
+        assert jnp.isfinite(traced(0.7)) and jnp.isnan(traced(-1.5))
+
+
+@every_kind
+def test_logits_level_equals_the_formulas(x64, kind):
+    rng = np.random.default_rng(2)
+    z_s, z_t = rng.normal(size=(2, 3, 5)) * 3, rng.normal(size=(2, 3, 5)) * 3
+    z_s[..., 1] = z_t[..., 1] = -np.inf
+    labels = np.asarray([[0, -100, 2], [3, 4, 0]])
+    weights = np.asarray([[1.0, np.nan, 2.0], [0.5, 0.0, 3.0]])
+    z_s[0, 1], z_t[1, 1] = np.nan, np.nan
+    counts = (labels != -100) & (weights != 0)
+
+    def expected(z):
+        tokens = [w * divergence(a / 1.7, b / 1.7, **with_beta(kind)) for w, a, b in zip(weights[counts], z, z_t[counts], strict=True)]  # fmt: skip # noqa: E501 - one comprehension
+        return math.fsum(tokens) / weights[counts].sum()
+
+    def loss(z):
+        return distillation_loss(z, z_t, labels, weights=weights, temperature=1.7, **with_beta(kind))
+
+    value, slope = jax.value_and_grad(loss)(jnp.asarray(z_s))
+    np.testing.assert_allclose(value, expected(z_s[counts]), rtol=1e-12)
+    finite = np.isfinite(z_s) & counts[..., None]
+
+    def of_finite(x):
+        z = z_s.copy()
+        z[finite] = x
+        return expected(z[counts])
+
+    np.testing.assert_allclose(np.asarray(slope)[finite], central_differences(of_finite, z_s[finite]), atol=1e-8)
+    assert (np.asarray(slope)[~finite] == 0).all()
+    low = jax.grad(lambda z: distillation_loss(z, jnp.ones((2, 4), jnp.bfloat16)))(jnp.eye(2, 4, dtype=jnp.bfloat16))
+    assert low.dtype == jnp.bfloat16 and np.isfinite(low.astype(jnp.float32)).all()
+
+
+GOOD = {
+    "student_hidden": jnp.ones((2, 3, 4)),
+    "student_head": jnp.ones((4, 7)),
+    "teacher_hidden": jnp.ones((2, 3, 5)),
+    "teacher_head": jnp.ones((5, 7)),
+    "labels": jnp.zeros((2, 3), jnp.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"student_hidden": jnp.ones((2, 3, 4), jnp.int32)}, TypeError, "student_hidden is int32"),
+        ({"teacher_hidden": jnp.ones((2, 3, 5), bool)}, TypeError, "teacher_hidden is bool"),
+        ({"labels": jnp.zeros((2, 3))}, TypeError, "labels is float32"),
+        ({"labels": jnp.zeros(3, jnp.int32)}, ValueError, r"labels of shape \(3,\), student_hidden of shape \(2, 3, 4"),
+        ({"weights": jnp.zeros((3, 2))}, ValueError, r"weights of shape \(3, 2\), student_hidden of shape \(2, 3, 4\)"),
+        ({"teacher_hidden": jnp.ones((3, 2, 5))}, ValueError, r"\(2, 3, 4\), teacher_hidden of shape \(3, 2, 5\)"),
+        ({"teacher_head": jnp.ones((5, 8))}, ValueError, r"student_head of shape \(4, 7\).*of shape \(5, 8\).*7 and 8"),
+        ({"student_head": jnp.ones((7, 4))}, ValueError, r'lm_head of shape \(7, 4\).*layout="VD" would fit'),
+        ({"teacher_head": jnp.ones((7, 5))}, ValueError, r"\(teacher\): got .*of shape \(7, 5\)"),
+        ({"teacher_layout": "VD"}, ValueError, r"\(teacher\): got .*layout=\"DV\" would fit"),
+        ({"teacher_bias": jnp.ones(5)}, ValueError, r"\(teacher\): got bias of shape \(5,\)"),
+        ({"kind": "forward"}, ValueError, "kind='forward' is unknown.*nearest: 'forward_kl'"),
+        ({"kind": "jsd", "beta": 1.0}, ValueError, "beta=1; it must be above 0 and below 1"),
+        ({"kind": "jsd", "beta": jnp.ones(2)}, ValueError, r"beta of shape \(2,\)"),
+        ({"beta": 0.1}, ValueError, "beta=0.1 has no meaning with kind='forward_kl'"),
+        ({"temperature": 0.0}, ValueError, "temperature=0; it must be a finite number above 0"),
+        ({"teacher_softcap": -1.0}, ValueError, r"\(teacher\): softcap=-1"),
+        ({"reduction": "avg"}, ValueError, "reduction='avg' is unknown"),
+        ({"implementation": "chunk"}, ValueError, "implementation='chunk' is unknown.*nearest: 'chunked'"),
+        ({"block_sizes": {"block_m": 8}}, ValueError, "block_m"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_given_and_what_is_needed(change, error, says):
+    with pytest.raises(error, match=says):
+        linear_distillation_loss(**{**GOOD, **change})
+
+
+def test_logits_level_refusals():
+    with pytest.raises(ValueError, match=r"student_logits of shape \(2, 5\), teacher_logits of shape \(2, 6\)"):
+        distillation_loss(jnp.ones((2, 5)), jnp.ones((2, 6)))
+    with pytest.raises(ValueError, match=r"student_logits of shape \(2, 5\), teacher_logits of shape \(3, 5\)"):
+        distillation_loss(jnp.ones((2, 5)), jnp.ones((3, 5)))
+    with pytest.raises(ValueError, match="empty vocabulary"):
+        distillation_loss(jnp.ones((2, 0)), jnp.ones((2, 0)))
+    with pytest.raises(TypeError, match="teacher_logits is int32"):
+        distillation_loss(jnp.ones((2, 5)), jnp.ones((2, 5), jnp.int32))
