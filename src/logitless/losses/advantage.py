@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import FloatArray, accumulator, check_name, is_concrete, shape_error
+from logitless._arrays import FloatArray, Scalar, accumulator, check_name, is_concrete, shape_error
 
 
 def group_advantages(
-    rewards: FloatArray, *, scale: str = "group", epsilon: float = 1e-4, baseline: str = "mean"
+    rewards: FloatArray, *, scale: str = "group", epsilon: Scalar = 1e-4, baseline: str = "mean"
 ) -> Float[Array, "groups members"]:
     """Advantages of completions that share a prompt.
 
