@@ -82,9 +82,9 @@ OUTSIDE = (
     "TRL's log-probabilities are constant there, so that its gradients stay those of ours"
 )
 BONUS = "TRL's bonus is the mean over all tokens whatever the loss; ours goes through the loss's own aggregation"
-BONUS_TOP = "with top_entropy_quantile TRL's bonus is the mean over the tokens kept; ours counts every token"
+BONUS_TOP = "with `top_entropy_quantile` TRL's bonus is the mean over the tokens kept; ours counts every token"
 LUSPO_PADDING = "Liger sums over the padding wherever the token loss is not one number a sequence; TRL masks, as ours"
-CISPO_DEFAULT = "the bound on the ratio is 5 by default here, and epsilon_high by default there, 0.2"
+CISPO_DEFAULT = "the bound on the ratio is 5 by default here, and `epsilon_high` by default there, 0.2"
 VESPO_OUTSIDE = (
     "theirs adds log weights outside the mask too; TRL's sampler makes them 0 there, so that only a caller who hands "
     "over other weights sees it"
@@ -257,12 +257,17 @@ CLASS_SMOOTHING = "torch's weights are of classes, and weigh each class within t
 
 
 def supervised(
-    name: str, kind: str, ours: dict[str, Any], theirs: dict[str, Any], inputs: str = "some_ignored", why: Any = None
+    name: str,
+    kind: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    inputs: str = "some_ignored",
+    differs: Difference | None = None,
 ) -> Case:
     """Both functions of torch."""
-    peers = ("torch cross_entropy", "torch linear_cross_entropy")
-    differs = {} if why is None else dict.fromkeys(peers, why)
-    return Case("supervised", name, kind, ours, dict.fromkeys(peers, theirs), inputs, differs)
+    peers: tuple[str, ...] = ("torch cross_entropy", "torch linear_cross_entropy")
+    stated = {} if differs is None else dict.fromkeys(peers, differs)
+    return Case("supervised", name, kind, ours, dict.fromkeys(peers, theirs), inputs, stated)
 
 
 def sft(name: str, kind: str, loss_type: str, inputs: str = "some_ignored") -> Case:
@@ -295,7 +300,7 @@ SUPERVISED = [
         "cross_entropy",
         {"weights": W, "label_smoothing": 0.1},
         {"weight": W, "label_smoothing": 0.1},
-        why=Difference(5.675940514, 5.661557198, CLASS_SMOOTHING),
+        differs=Difference(5.675940514, 5.661557198, CLASS_SMOOTHING),
     ),
     supervised(
         "cross-entropy, all ignored", "cross_entropy", {}, {}, "all_ignored", Difference(0.0, math.nan, NO_LABELS)
@@ -313,8 +318,8 @@ SUPERVISED = [
     distill("distillation, JSD 0.5, all ignored", {"kind": "jsd"}, 0.5, "all_ignored"),
 ]
 
-SMOOTHING = "label_smoothing does nothing with loss_type sigmoid; ours is that of the cDPO note"
-ROBUST = "robust subtracts the flipped term and divides by 1 - 2 s, an unbiased estimate; ours adds it"
+SMOOTHING = "`label_smoothing` does nothing with loss_type `sigmoid`; ours is that of the cDPO note"
+ROBUST = "loss_type `robust` subtracts the flipped term and divides by 1 - 2 s, an unbiased estimate; ours adds it"
 EMPTY = "the mean of a completion without tokens: theirs divides 0 by 0, ours is 0"
 CERTAIN = "log(1 - p) of a completion of probability 1: theirs is -inf, with a gradient of NaN; ours is bounded"
 SIMPO_NLL = "Liger adds the likelihood of the chosen completions by default; ours has none"

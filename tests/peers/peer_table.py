@@ -12,11 +12,14 @@ ROOT = Path(__file__).parents[2]
 VERSIONS = ("jax", "torch", "liger-kernel", "trl")
 
 
+def git(*arguments: str) -> str:
+    """What git says of this checkout."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def main() -> None:
     """Runs every comparison and prints the page."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD") + (" with changes not committed" if git("status", "-s", "src") else "")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
     print("# Beside the peers\n")
     print(f"logitless at {commit}, {versions}; on the CPU, float32.\n")
@@ -41,7 +44,7 @@ def main() -> None:
         text = f"{name}, {peer}: ours {ours_loss:.7g}, theirs {theirs_loss:.7g}, {gradients}"
         grouped.setdefault(why, []).append(text)
     for why, texts in grouped.items():
-        print(f"* {why[0].upper()}{why[1:]}.")
+        print(f"* {why}.")
         for text in texts:
             print(f"    * {text}.")
 

@@ -1,7 +1,7 @@
 """The door of the ops: docstrings, validation, the choice of an implementation. Implementations trust their inputs."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ def linear_token_stats(
     lm_head: FloatArray,
     targets: IntArray,
     *,
-    outputs: Sequence[OutputName] = ("logprobs", "lse", "entropy"),
+    outputs: Iterable[OutputName] = ("logprobs", "lse", "entropy"),
     layout: Layout = "DV",
     bias: FloatArray | None = None,
     temperature: Scalar = 1.0,
@@ -205,7 +205,7 @@ def token_stats(
     logits: FloatArray,
     targets: IntArray,
     *,
-    outputs: Sequence[OutputName] = ("logprobs", "lse", "entropy"),
+    outputs: Iterable[OutputName] = ("logprobs", "lse", "entropy"),
     temperature: Scalar = 1.0,
     softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,

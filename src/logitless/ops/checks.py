@@ -1,7 +1,7 @@
 """What the doors of the ops refuse, and how they say it: names, shapes, dtypes, numbers out of range."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def _positive(name: str, argument: str, value: Scalar, neutral: float | None = N
 
 def check_options(
     name: str,
-    outputs: Sequence[OutputName],
+    outputs: Iterable[OutputName],
     layout: Layout,
     logits_dtype: str | None,
     block_sizes: BlockSizes | None,
