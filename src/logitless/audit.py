@@ -293,7 +293,11 @@ def _programs(
             values = jax.tree.leaves(forward(*inputs))
             return [values[j] for j in live], [v for j, v in enumerate(values) if j not in live]
 
-        values, pullback, aux = jax.vjp(primal, *[inputs[k] for k in chosen], has_aux=True)
+        try:
+            values, pullback, aux = jax.vjp(primal, *[inputs[k] for k in chosen], has_aux=True)
+        except NotImplementedError as error:
+            error.add_note("audit: if fn takes gradients itself (a training step), pass differentiate=()")
+            raise
         return values, list(pullback(given or [jnp.ones_like(v) for v in values])), aux
 
     ties = [(j, len(leaves) + j) for j in range(len(cotangents))]
@@ -308,7 +312,7 @@ def _trace(program: _Program, vocab_size: int, num_tokens: int, allow_outputs: b
     walk = Walk(sizes, vocab_size * num_tokens)
     arguments = [walk.root(var.aval) for var in jaxpr.invars]
     constants = [walk.root(var.aval) for var in jaxpr.constvars]
-    _require_vocab(walk.roots, sizes)
+    _require_sizes(walk.roots, sizes)
     live = eliminate_dead_code(jaxpr)
     own = program.leaves[: len(program.leaves) - program.num_cotangents]
     given = {(tuple(leaf.shape), leaf.dtype) for leaf in own}
@@ -320,15 +324,33 @@ def _trace(program: _Program, vocab_size: int, num_tokens: int, allow_outputs: b
     return _Judge(program.where, walk.made, Kinds(walk.axes, walk.roots, sizes), walk.roots, sizes)
 
 
-def _require_vocab(roots: Sequence[Root], sizes: Sizes) -> None:
-    for root in roots:
-        spans = [math.prod(root.shape[i:j]) for i in range(len(root.shape)) for j in range(i + 1, len(root.shape) + 1)]
-        if any(map(sizes.is_vocab, spans)):
-            return
-    shapes = {"vocab_size": sizes.vocab_size, "arguments of shapes": [root.shape for root in roots]}
-    raise shape_error(
-        "audit", shapes, "no argument or closed-over array has a vocabulary axis; pass the LM head and its own V"
-    )
+def _require_sizes(roots: Sequence[Root], sizes: Sizes) -> None:
+    """Sizes that no argument has would find nothing in any program: an audit that always passes."""
+    shapes = [root.shape for root in roots]
+    if not any(_holds_vocab(shape, sizes) for shape in shapes):
+        given = {"vocab_size": sizes.vocab_size, "arguments of shapes": shapes}
+        raise shape_error(
+            "audit", given, "no argument or closed-over array has a vocabulary axis; pass the LM head and its own V"
+        )
+    if not any(sizes.is_token(math.prod(span)) for shape in shapes for span in _spans(shape)):
+        given = {"num_tokens": sizes.num_tokens, "arguments of shapes": shapes}
+        raise shape_error("audit", given, "no argument has that many tokens; pass N = B * T of these very arguments")
+
+
+def _holds_vocab(shape: tuple[int, ...], sizes: Sizes) -> bool:
+    """One axis of V, padded or a shard of it; or neighbouring axes of a tiled head, which has another axis too."""
+    for span in _spans(shape):
+        size = math.prod(span)
+        if len(span) == 1 and sizes.is_vocab(size):
+            return True
+        if 1 < len(span) < len(shape) and any(1 <= size / -(-sizes.vocab_size // n) <= 1.1 for n in sizes.shards):
+            return True
+    return False
+
+
+def _spans(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every run of neighbouring axes."""
+    return [shape[i:j] for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)]
 
 
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:

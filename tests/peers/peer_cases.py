@@ -266,7 +266,7 @@ def supervised(
 ) -> Case:
     """Both functions of torch."""
     peers: tuple[str, ...] = ("torch cross_entropy", "torch linear_cross_entropy")
-    stated = {} if differs is None else dict.fromkeys(peers, differs)
+    stated: dict[str, Difference] = {} if differs is None else dict.fromkeys(peers, differs)
     return Case("supervised", name, kind, ours, dict.fromkeys(peers, theirs), inputs, stated)
 
 
