@@ -71,3 +71,30 @@ def test_an_unknown_logits_dtype():
     hidden, lm_head = _problem(9)
     with pytest.raises(ValueError, match="logits_dtype='bf16x'; it must be a floating-point dtype"):
         linear_logprobs(hidden, lm_head, np.array([0, 1, 2]), logits_dtype="bf16x")
+
+
+@pytest.mark.parametrize("layout", ["DV", "VD"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_token_of_probability_0_999_keeps_its_gradient(dtype, layout):
+    """1 - p is 9e-4: p rounded to bfloat16 before the subtraction would leave 0 or 4e-3 of it."""
+    vocab, target = 33, 5
+    rest = np.random.default_rng(0).integers(-8, 9, (vocab, 7)) / 8
+    first = (np.arange(vocab) == target)[:, None]
+    head = jnp.asarray(np.concatenate([first, rest], axis=1), dtype)
+    hidden = jnp.asarray(np.array([[10.5] + [0.0] * 7]), dtype)
+
+    def f(hidden, head):
+        w = head if layout == "VD" else head.T
+        return jnp.sum(linear_logprobs(hidden, w, np.array([target]), layout=layout, implementation="chunked"))
+
+    d_hidden, d_head = jax.grad(f, (0, 1))(hidden, head)
+    power = np.exp(10.5)
+    missing = (vocab - 1) / (power + vocab - 1)
+    d_logits = np.where(np.arange(vocab) == target, missing, -missing / (vocab - 1))
+    exact_head = np.concatenate([first, rest], axis=1)
+    # One cast of d_logits and one of the result, each half a unit in the last place.
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(d_hidden, np.float64)[0], d_logits @ exact_head, rtol=2 * eps, atol=2 * eps * missing
+    )
+    np.testing.assert_allclose(np.asarray(d_head, np.float64)[:, 0], d_logits * 10.5, rtol=2 * eps + 1e-5)
