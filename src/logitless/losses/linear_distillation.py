@@ -285,7 +285,8 @@ def _flat(head: Head) -> Head:
 
 def _detached(head: Head) -> Head:
     """The head without a gradient; its scalars, of which temperature is the student's too, keep theirs."""
-    return Head(*stop_gradient(head[:3]), head.scalars)
+    hidden, lm_head, bias = stop_gradient((head.hidden, head.lm_head, head.bias))
+    return Head(hidden, lm_head, bias, head.scalars)
 
 
 @functools.cache
@@ -303,7 +304,7 @@ def divergence_reference(
 ) -> Float[Array, " N"]:
     """Divergence of N tokens by plain jnp, which holds all logits of both heads, and JAX's own gradient."""
     dtype = accumulator(*(x.dtype for head in (student, teacher) for x in head[:2]))
-    logits = []
+    logits: list[jax.Array] = []
     for head, of_head in ((student, options.student), (teacher, options.teacher)):
         hidden = head.hidden if mask is None else jnp.where(mask[:, None], head.hidden, jnp.zeros_like(head.hidden))
         common = common_dtype(hidden.dtype, head.lm_head.dtype)
@@ -317,7 +318,7 @@ def divergence_reference(
         )
         x = x if head.bias is None else x + head.bias.astype(dtype)[None, :]
         logits.append(_transformed(x, head.scalars))
-    losses = _divergences(*logits, beta, options.kind)
+    losses = _divergences(logits[0], logits[1], beta, options.kind)
     return losses if mask is None else jnp.where(mask, losses, 0.0)
 
 
