@@ -126,7 +126,7 @@ def oracle_losses(h: Any, w: Any, b: Any, problem: Any, options: dict[str, Any])
 def test_values_and_gradients_of_the_formulas(x64, layouts, kind, implementation):
     rng = np.random.default_rng(4)
     shapes = ((5, 3), (7, 3), (7,), (5, 4), (7, 4), (7,))
-    problem = Pair(*(jnp.asarray(rng.normal(size=shape)) for shape in shapes), jnp.asarray([1, -100, 3, 0, 6]))
+    problem = Pair._make([*(jnp.asarray(rng.normal(size=shape)) for shape in shapes), jnp.asarray([1, -100, 3, 0, 6])])
     options = {**OPTIONS["all"], **with_beta(kind), "softcap": 3.0, "teacher_softcap": 2.0}
     plain = Pair(*(np.asarray(x) for x in problem))
     weights = np.asarray([0.5, 9.0, -1.0, 0.0, 2.0])
@@ -147,7 +147,9 @@ def test_values_and_gradients_of_the_formulas(x64, layouts, kind, implementation
     np.testing.assert_allclose(value, expected(*plain[:3]), rtol=1e-12)
     for i, gradient in enumerate(actual):
         arguments = list(plain[:3])
-        numeric = central_differences(lambda x, i=i, a=arguments: expected(*a[:i], x, *a[i + 1 :]), arguments[i])
+        numeric = central_differences(
+            lambda x, i=i, a=arguments: expected(*(x if j == i else y for j, y in enumerate(a))), arguments[i]
+        )
         np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=1e-8)
 
 
@@ -171,17 +173,18 @@ def program(layouts: tuple[str, str], kind: str, option: str, implementation: st
 
 def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: str, seeds: int = 2) -> None:
     for seed in range(seeds):
-        problem = pair(*size, dtype, seed)
+        n, d, v = size
+        problem = pair(n, d, v, dtype, seed)
         cotangent = jnp.asarray(np.random.default_rng(seed).normal(size=problem.labels.size), jnp.float32)
         ours = program(layouts, kind, option, "chunked", blocks)(problem, cotangent)
         plain = program(layouts, kind, option, "reference", "own rule")(problem, cotangent)
         with jax.enable_x64(True):
-            wide = Pair(*(x.astype(jnp.float64) for x in problem[:-1]), problem.labels)
+            wide = Pair._make([*(x.astype(jnp.float64) for x in problem[:-1]), problem.labels])
             oracle = program(layouts, kind, option, "reference", "own rule")(wide, cotangent.astype(jnp.float64))
         for name, *values in zip(("loss", "d_hidden", "d_lm_head", "d_bias"), ours, plain, oracle, strict=True):
             assert values[0].dtype == (jnp.float32 if name == "loss" else dtype)
-            # Divergences cancel row by row, where plain jnp is at times right by luck.
-            assert_in_budget(name, *values, ulps=8 if blocks == "tiny blocks" else 4, by_row=False)
+            # A logit of 20 rounds its probability by 20 units, and plain jnp is at times right by luck.
+            assert_in_budget(name, *values, ulps=32 if dtype == "float32" else 8, by_row=False)
 
 
 @every_kind
@@ -257,7 +260,8 @@ def test_all_tokens_ignored(dtype, implementation):
     problem = problem._replace(hidden=jnp.full_like(problem.hidden, jnp.nan))
     for reduction in ("mean", "sum", "none"):
         value, slopes = gradients(problem, ignore_index=9, reduction=reduction, implementation=implementation)
-        assert value == 0 and value.dtype == jnp.float32
+        assert value.dtype == jnp.float32
+        assert value == 0
         for slope, x in zip(slopes, problem[:2], strict=True):
             assert slope.shape == x.shape and slope.dtype == x.dtype and (slope == 0).all()
 
