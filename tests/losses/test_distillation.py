@@ -189,16 +189,23 @@ def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: s
 
 @every_kind
 @pytest.mark.parametrize(
-    ("layouts", "option"), [(("VD", "VD"), o) for o in OPTIONS] + [(x, "all") for x in LAYOUTS if x != ("VD", "VD")]
+    ("dtype", "layouts", "option"),
+    # Options and layouts do not depend on the dtype, whose one cast is in "plain" and "all".
+    [
+        *[("float32", ("VD", "VD"), option) for option in OPTIONS],
+        *[("float32", layouts, "all") for layouts in LAYOUTS if layouts != ("VD", "VD")],
+        *[("bfloat16", ("VD", "DV"), option) for option in ("plain", "all")],
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_options_and_layouts_stay_in_budget(dtype, layouts, option, kind):
     check((37, 24, 301), dtype, layouts, kind, option, "ragged blocks")
 
 
 @every_kind
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [*[(size, "ragged blocks") for size in SIZES], *[("nothing divides", b) for b in BLOCKS if b != "ragged blocks"]],
+)
 def test_sizes_and_blocks_stay_in_budget(size, blocks, kind):
     check(SIZES[size], "float32", ("DV", "DV"), kind, "all", blocks, seeds=1)
 
