@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distillation_oracle import oracle_losses
+from distillation_oracle import divergence, oracle_losses
 from jax.extend.core import jaxprs_in_params
 from oracle import central_differences
 
