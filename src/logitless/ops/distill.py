@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice
-from logitless.ops.chunked import _add_products, _cut, _Gradients, _head_block, _logits_tile
+from logitless.ops.chunked import _add_products, _cut, _Gradients, _head_block, _product
 from logitless.ops.derivatives import Differentiated, first_only, values_of
 from logitless.ops.softmax import Normaliser
 from logitless.ops.types import HeadOptions, LogitScalars
@@ -313,11 +313,27 @@ def _tiles(
     dtype: np.dtype,
 ) -> tuple[Float[Array, "a b"], Float[Array, "a b"]]:
     """The u of student and teacher, both with the axes that the student's layout gives its own."""
+    v_axis = options.student.layout.index("V")
     u_s, u_t = (
-        _unit(_logits_tile(h, w, b, LogitScalars(), of_head, dtype), scalars)
+        _unit(_raw_tile(h, w, b, v_axis, of_head, dtype), scalars)
         for h, (w, b), scalars, of_head in zip(hidden, blocks, scalars, (options.student, options.teacher), strict=True)
     )
-    return u_s, u_t if options.teacher.layout == options.student.layout else u_t.T
+    return u_s, u_t
+
+
+def _raw_tile(
+    h: Float[Array, "n D"],
+    w: Float[Array, "..."],
+    bias: Float[Array, " v"] | None,
+    v_axis: int,
+    options: HeadOptions,
+    dtype: np.dtype,
+) -> Float[Array, "a b"]:
+    """`h W + b` with the vocabulary on axis `v_axis`, whatever the head's layout."""
+    # Not transposed afterwards: XLA:CPU makes of that a 16-bit product which it then refuses to run.
+    d_axis = options.layout.index("D")
+    x = _product(h, w, (1, d_axis), dtype, options) if v_axis else _product(w, h, (d_axis, 1), dtype, options)
+    return x if bias is None else x + jnp.expand_dims(bias.astype(dtype), 1 - v_axis)
 
 
 def _unit(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
