@@ -117,6 +117,8 @@ def test_a_results_folder_that_is_a_file_is_refused_before_anything_runs(tmp_pat
 def test_children_die_with_their_parent(end, tmp_path):
     marker = f"bench-{os.getpid()}-{end.name}"
     code = (
+        # Ctrl-C reaches nobody where the suite itself runs in the background of a shell, which ignores it.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from test_bench_run import tiny; from logitless.bench.run import run_bench; "
         "run_bench(tiny('planted_arms:hangs', plot=False))"
     )

@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
+from logitless._arrays import accumulator
 from logitless.ops.derivatives import Differentiated, first_only, live, values_of
 from logitless.ops.softmax import (
     Normaliser,
@@ -27,13 +26,8 @@ from logitless.ops.softmax import (
     start,
     transform_logits,
 )
+from logitless.ops.tiles import Gradients, cut_problem, head_block, raw_tile, sweep_gradients
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
-
-# Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
-# larger products, are not yet.
-CPU_BLOCKS = (512, 1536)
-ACCELERATOR_BLOCKS = (2048, 4096)
-SMALLEST_BLOCK_N = 128
 
 
 class _Residuals(NamedTuple):
@@ -94,14 +88,14 @@ def _forward(
     options: HeadOptions,
     also: tuple[str, ...] = (),
 ) -> tuple[TokenStats, Normaliser]:
-    tokens, vocab = _cut(hidden, lm_head, mask, options)
+    tokens, vocab = cut_problem(hidden, lm_head, mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
     v_axis = options.layout.index("V")
 
     def vocab_step(i, running):
         columns = vocab.block(i)
-        w, b = _head_block(lm_head, bias, columns, options)
+        w, b = head_block(lm_head, bias, columns, options)
 
         def token_step(j, running):
             rows = tokens.rows(j)
@@ -118,119 +112,31 @@ def _forward(
     return jax.tree.map(tokens.scatter, results)
 
 
-class _Gradients(NamedTuple):
-    """Gradients on their way, None where nobody asks for one or nothing has been added yet."""
-
-    hidden: Float[Array, "..."] | None
-    lm_head: Float[Array, "..."] | None
-    bias: Float[Array, " v"] | None
-
-
 @first_only("linear_token_stats")
-def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> _Gradients:
+def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> Gradients:
     (hidden, lm_head, bias, targets, mask, scalars), stats, normaliser, wanted = residuals
     flowing = [d != 0 for d in d_stats if d is not None]
     if not flowing:
-        return _Gradients(None, None, None)
+        return Gradients(None, None, None)
     active = functools.reduce(jnp.logical_or, flowing)
-    tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options)
+    tokens, vocab = cut_problem(hidden, lm_head, active if mask is None else active & mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
-    front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
+    targets = tokens.gather(targets, vocab.vocab)
     terms = row_terms(stats, normaliser, d_stats, scalars, vocab.vocab)
     # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
     nowhere = tokens.gather(terms.maximum, float(jnp.finfo(dtype).max))
     terms = jax.tree.map(tokens.gather, terms)._replace(maximum=nowhere)
     v_axis = options.layout.index("V")
 
-    def vocab_step(i, total):
-        columns = vocab.block(i)
-        w, b = _head_block(lm_head, bias, columns, options)
-        fresh = w
-        if (met := columns.met()) is not None:
-            # Columns met before must not reach d_hidden a second time.
-            fresh = jnp.where(jnp.expand_dims(met, 1 - v_axis), jnp.zeros_like(w), w)
-
-        def token_step(j, block):
-            rows = tokens.rows(j)
-            h = rows.of(front)
+    def open_block(columns, w, b):
+        def d_tile(rows, h):
             z = _logits_tile(h, w, b, scalars, options, dtype)
             column = rows.of(targets) - columns.start
-            d_x = d_logits_tile(z, column, jax.tree.map(rows.of, terms), scalars, v_axis)
-            return _add_products(block, d_x, h, fresh, rows, wanted, options)
+            return d_logits_tile(z, column, jax.tree.map(rows.of, terms), scalars, v_axis)
 
-        # The first block of tokens starts the sums, which then need neither zeros nor an addition.
-        block = token_step(0, _Gradients(total.hidden, None, None))
-        if tokens.order.shape[0] > tokens.size:
-            block = lax.fori_loop(1, tokens.blocks, token_step, block)
-        return _Gradients(
-            block.hidden,
-            None if block.lm_head is None else columns.put(total.lm_head, block.lm_head, v_axis),
-            None if block.bias is None else columns.put(total.bias, block.bias, 0),
-        )
+        return d_tile
 
-    places = (targets.shape[0], hidden.shape[1])
-    total = _Gradients(
-        jnp.zeros(places if v_axis else places[::-1], dtype) if wanted.hidden else None,
-        jnp.zeros_like(lm_head) if wanted.lm_head else None,
-        jnp.zeros_like(bias) if wanted.bias else None,
-    )
-    total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
-    if total.hidden is not None:
-        d_hidden = total.hidden.astype(hidden.dtype)
-        total = total._replace(hidden=tokens.scatter(d_hidden if v_axis else d_hidden.T))
-    return total
-
-
-def _add_products(
-    block: _Gradients,
-    d_x: Float[Array, "..."],
-    h: Float[Array, "n D"],
-    w: Float[Array, "..."],
-    rows: Rows,
-    wanted: Differentiated,
-    options: HeadOptions,
-) -> _Gradients:
-    """Adds what a tile of logit gradients gives to each gradient that is wanted."""
-    v_axis = options.layout.index("V")
-    d_hidden, d_w, d_bias = block
-    dtype = d_x.dtype
-    if wanted.bias:
-        part = jnp.sum(d_x, axis=1 - v_axis)
-        d_bias = part if d_bias is None else d_bias + part
-    # The one downcast of the logit gradient, for both products.
-    d_x = d_x.astype(common_dtype(h.dtype, w.dtype))
-    if d_hidden is not None:
-        part = _product(d_x, w, (1, 1), dtype, options) if v_axis else _product(w, d_x, (0, 0), dtype, options)
-        n_axis = 1 - v_axis
-        d_hidden = rows.put(d_hidden, rows.of(d_hidden, n_axis) + part, n_axis)
-    if wanted.lm_head:
-        part = _product(h, d_x, (0, 0), dtype, options) if v_axis else _product(d_x, h, (1, 0), dtype, options)
-        d_w = part if d_w is None else d_w + part
-    return _Gradients(d_hidden, d_w, d_bias)
-
-
-def _cut(
-    hidden: Float[Array, "N D"], lm_head: Float[Array, "..."], mask: Bool[Array, " N"] | None, options: HeadOptions
-) -> tuple[TokenCut, VocabCut]:
-    vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
-    # Two blocks at least of a batch worth cutting, so that a small one can skip its masked half too.
-    half = max(SMALLEST_BLOCK_N, -(-hidden.shape[0] // 2))
-    return cut_tokens(mask, hidden.shape[0], options.block_n or min(_rule()[0], half)), vocab
-
-
-def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
-    """Blocks of a quarter of the vocabulary at most: a small problem holds no `[N, V]` array either."""
-    return VocabCut(vocab, min(options.block_v or min(_rule()[1], -(-vocab // 4)), vocab))
-
-
-def _rule() -> tuple[int, int]:
-    return CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
-
-
-def _head_block(
-    lm_head: Float[Array, "..."], bias: Float[Array, " V"] | None, columns: VocabSlice, options: HeadOptions
-) -> tuple[Float[Array, "..."], Float[Array, " v"] | None]:
-    return columns.of(lm_head, options.layout.index("V")), None if bias is None else columns.of(bias, 0)
+    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), wanted, options, dtype, open_block)
 
 
 def _logits_tile(
@@ -242,22 +148,7 @@ def _logits_tile(
     dtype: np.dtype,
 ) -> Float[Array, "..."]:
     """Logits of a block, `[n, v]` for a head `[D, V]` and `[v, n]` for `[V, D]`: no large operand is transposed."""
-    v_axis = options.layout.index("V")
-    x = _product(h, w, (1, 0), dtype, options) if v_axis else _product(w, h, (1, 1), dtype, options)
-    if bias is not None:
-        x += jnp.expand_dims(bias.astype(dtype), 1 - v_axis)
+    x = raw_tile(h, w, bias, options.layout.index("V"), options, dtype)
     if options.logits_dtype is not None:
         x = x.astype(options.logits_dtype).astype(dtype)
     return transform_logits(x, scalars)
-
-
-def _product(
-    x: Array, y: Array, contract: tuple[int, int], dtype: np.dtype, options: HeadOptions
-) -> Float[Array, "a b"]:
-    """A product in the wider of the two dtypes, accumulated and returned in `dtype`."""
-    common = common_dtype(x.dtype, y.dtype)
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    precision = lax.Precision.HIGHEST if options.precision is None and common == jnp.float32 else options.precision
-    return lax.dot_general(
-        x.astype(common), y.astype(common), dimensions, precision=precision, preferred_element_type=dtype
-    )

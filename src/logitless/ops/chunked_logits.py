@@ -6,7 +6,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.chunked import vocab_cut
 from logitless.ops.derivatives import first_only, live, values_of
 from logitless.ops.softmax import (
     Normaliser,
@@ -17,6 +16,7 @@ from logitless.ops.softmax import (
     start,
     transform_logits,
 )
+from logitless.ops.tiles import vocab_cut
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice
-from logitless.ops.chunked import _add_products, _cut, _Gradients, _head_block, _product
 from logitless.ops.derivatives import Differentiated, first_only, values_of
 from logitless.ops.softmax import Normaliser
+from logitless.ops.tiles import Gradients, cut_problem, head_block, raw_tile, sweep_gradients
 from logitless.ops.types import HeadOptions, LogitScalars
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _forward(
     beta: Float[Array, ""] | None,
     options: DivergenceOptions,
 ) -> _Found:
-    tokens, vocab = _cut(student.hidden, student.lm_head, mask, options.student)
+    tokens, vocab = cut_problem(student.hidden, student.lm_head, mask, options.student)
     dtype = _accumulator(student, teacher)
     v_axis = options.student.layout.index("V")
     zeros = jnp.zeros(tokens.order.shape[0], dtype)
@@ -200,14 +200,14 @@ def _forward(
 
 
 @first_only("linear_distillation_loss")
-def _backward(residuals: _Residuals, d_divergence: Float[Array, " N"], options: DivergenceOptions) -> _Gradients:
+def _backward(residuals: _Residuals, d_divergence: Float[Array, " N"], options: DivergenceOptions) -> Gradients:
     (student, teacher, mask, beta), found, wanted = residuals
     # An infinite divergence has no slope: like a target without probability, it gives no gradient.
     active = (d_divergence != 0) & ~jnp.isinf(found.divergence)
     hidden, lm_head, bias, scalars = student
-    tokens, vocab = _cut(hidden, lm_head, active if mask is None else active & mask, options.student)
+    tokens, vocab = cut_problem(hidden, lm_head, active if mask is None else active & mask, options.student)
     dtype = _accumulator(student, teacher)
-    fronts = tokens.gather(hidden), tokens.gather(teacher.hidden)
+    teacher_front = tokens.gather(teacher.hidden)
     v_axis = options.student.layout.index("V")
     slopes = _slope(scalars, dtype), _slope(teacher.scalars, dtype)
     one, two = (Normaliser(tokens.gather(x.maximum), tokens.gather(x.total, 1)) for x in found.softmaxes)
@@ -219,47 +219,22 @@ def _backward(residuals: _Residuals, d_divergence: Float[Array, " N"], options: 
     peak, centre = jax.tree.map(tokens.gather, (found.peak, found.centre))
     terms = _row_terms((one, two), peak, slopes)._replace(centre=centre, factor=factor)
 
-    def vocab_step(i, total):
-        columns = vocab.block(i)
-        blocks = _blocks(columns, student, teacher, options)
-        fresh = blocks[0][0]
-        if (met := columns.met()) is not None:
-            # Columns met before must not reach d_hidden a second time.
-            fresh = jnp.where(jnp.expand_dims(met, 1 - v_axis), jnp.zeros_like(fresh), fresh)
+    def open_block(columns, w, b):
+        of_teacher = head_block(teacher.lm_head, teacher.bias, columns, options.teacher)
 
-        def token_step(j, block):
-            rows = tokens.rows(j)
-            h = rows.of(fronts[0])
-            u_s, u_t = _tiles((h, rows.of(fronts[1])), blocks, (scalars, teacher.scalars), options, dtype)
+        def d_tile(rows, h):
+            hiddens, blocks = (h, rows.of(teacher_front)), ((w, b), of_teacher)
+            u_s, u_t = _tiles(hiddens, blocks, (scalars, teacher.scalars), options, dtype)
             row = _of_rows(rows, terms, v_axis)
             d_x = _d_logits_tile(_compare(u_s, u_t, row, slopes), row, columns, beta, options.kind, v_axis)
             if scalars.softcap is not None:
                 d_x *= 1.0 - jnp.square(u_s)
             # Selected, not multiplied: neither a column at -inf nor a place without a token need hold finite numbers.
-            d_x = jnp.where((u_s == -jnp.inf) | (row.factor == 0), 0.0, d_x)
-            return _add_products(block, d_x, h, fresh, rows, wanted, options.student)
+            return jnp.where((u_s == -jnp.inf) | (row.factor == 0), 0.0, d_x)
 
-        # The first block of tokens starts the sums, which then need neither zeros nor an addition.
-        block = token_step(0, _Gradients(total.hidden, None, None))
-        if tokens.order.shape[0] > tokens.size:
-            block = lax.fori_loop(1, tokens.blocks, token_step, block)
-        return _Gradients(
-            block.hidden,
-            None if block.lm_head is None else columns.put(total.lm_head, block.lm_head, v_axis),
-            None if block.bias is None else columns.put(total.bias, block.bias, 0),
-        )
+        return d_tile
 
-    places = (tokens.order.shape[0], hidden.shape[1])
-    total = _Gradients(
-        jnp.zeros(places if v_axis else places[::-1], dtype) if wanted.hidden else None,
-        jnp.zeros_like(lm_head) if wanted.lm_head else None,
-        None if bias is None or not wanted.bias else jnp.zeros_like(bias),
-    )
-    total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
-    if total.hidden is not None:
-        d_hidden = total.hidden.astype(hidden.dtype)
-        total = total._replace(hidden=tokens.scatter(d_hidden if v_axis else d_hidden.T))
-    return total
+    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), wanted, options.student, dtype, open_block)
 
 
 def _sweep(
@@ -300,8 +275,8 @@ def _blocks(
 ) -> tuple[tuple[Array, Array | None], tuple[Array, Array | None]]:
     """The block of either head, and of its bias."""
     return (
-        _head_block(student.lm_head, student.bias, columns, options.student),
-        _head_block(teacher.lm_head, teacher.bias, columns, options.teacher),
+        head_block(student.lm_head, student.bias, columns, options.student),
+        head_block(teacher.lm_head, teacher.bias, columns, options.teacher),
     )
 
 
@@ -315,25 +290,10 @@ def _tiles(
     """The u of student and teacher, both with the axes that the student's layout gives its own."""
     v_axis = options.student.layout.index("V")
     u_s, u_t = (
-        _unit(_raw_tile(h, w, b, v_axis, of_head, dtype), scalars)
+        _unit(raw_tile(h, w, b, v_axis, of_head, dtype), scalars)
         for h, (w, b), scalars, of_head in zip(hidden, blocks, scalars, (options.student, options.teacher), strict=True)
     )
     return u_s, u_t
-
-
-def _raw_tile(
-    h: Float[Array, "n D"],
-    w: Float[Array, "..."],
-    bias: Float[Array, " v"] | None,
-    v_axis: int,
-    options: HeadOptions,
-    dtype: np.dtype,
-) -> Float[Array, "a b"]:
-    """`h W + b` with the vocabulary on axis `v_axis`, whatever the head's layout."""
-    # Not transposed afterwards: XLA:CPU makes of that a 16-bit product which it then refuses to run.
-    d_axis = options.layout.index("D")
-    x = _product(h, w, (1, d_axis), dtype, options) if v_axis else _product(w, h, (d_axis, 1), dtype, options)
-    return x if bias is None else x + jnp.expand_dims(bias.astype(dtype), 1 - v_axis)
 
 
 def _unit(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
