@@ -73,6 +73,9 @@ def assert_in_budget(
 ) -> None:
     """err(ours) <= factor * err(plain jnp in the same dtypes) + a few units in the last place of the largest value."""
     eps = float(jnp.finfo(ours.dtype).eps)
+    if eps > 1e-4:
+        # One cast to 16 bits at the end is half a unit, and the cast of d_logits is in the error of plain jnp.
+        ulps = 1.0
     ours, plain, oracle = (np.asarray(jnp.asarray(x), np.float64) for x in (ours, plain, oracle))
     assert ours.shape == oracle.shape, f"{name}: shape {ours.shape}, oracle {oracle.shape}"
     np.testing.assert_array_equal(
@@ -86,7 +89,7 @@ def assert_in_budget(
     assert np.abs(ours - oracle).max() <= allowed, worst(name, ours, plain, oracle, allowed)
     if by_row and oracle.ndim > 1:
         # A logit of 20 carries a rounding of 20 units into its probability; in 16 bits the cast of a row says more.
-        row_ulps = ulps if eps > 1e-4 else 16 * ulps
+        row_ulps = 2.0 if eps > 1e-4 else 16 * ulps
         _assert_rows_in_budget(name, ours, plain, oracle, factor=1.5 * factor, floor=row_ulps * eps)
 
 
