@@ -278,7 +278,7 @@ def test_mixed_dtypes_give_each_gradient_its_own(implementation):
     assert gradients[0].dtype == jnp.bfloat16 and gradients[1].dtype == jnp.float32
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     n=st.integers(0, 9),
     d=st.integers(1, 5),
