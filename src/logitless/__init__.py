@@ -42,6 +42,7 @@ from .losses.preference import orpo_loss as orpo_loss
 from .losses.preference import sequence_logprobs as sequence_logprobs
 from .losses.preference import simpo_loss as simpo_loss
 from .ops.api import linear_logprobs as linear_logprobs
+from .ops.api import linear_token_loss as linear_token_loss
 from .ops.api import linear_token_stats as linear_token_stats
 from .ops.api import token_logprobs as token_logprobs
 from .ops.api import token_stats as token_stats

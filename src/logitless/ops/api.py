@@ -1,8 +1,8 @@
 """The door of the ops: docstrings, validation, the choice of an implementation. Implementations trust their inputs."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from logitless._arrays import (
     check_name,
     shape_error,
 )
-from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_tokens
+from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_token_loss, check_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
+from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
 from logitless.ops.types import (
     HeadOptions,
@@ -30,6 +31,8 @@ from logitless.ops.types import (
     PrecisionLike,
     TokenStats,
 )
+
+T = TypeVar("T")
 
 IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
     "reference": linear_token_stats_reference,
@@ -42,6 +45,13 @@ LOGITS_IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
     "chunked": token_stats_chunked,
 }
 """Logits to `TokenStats`: one signature, `(logits, targets, mask, scalars, options)`."""
+
+TOKEN_LOSS_IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "one_pass": linear_token_loss_one_pass,
+    **{name: functools.partial(linear_token_loss_two_pass, run) for name, run in IMPLEMENTATIONS.items()},
+}
+"""Hidden states to loss and log-probabilities: `(hidden, lm_head, bias, targets, mask, token_args, scalars, options,
+token_loss)`."""
 
 
 def linear_token_stats(
@@ -89,7 +99,8 @@ def linear_token_stats(
         logits_dtype: rounds `hidden @ lm_head + bias` to this dtype, to reproduce a model that does.
         implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits.
         sharding: None; sharded heads are not built yet.
-        block_sizes: any of `block_n`, `block_v`, `block_d` to override an implementation's rule; it reads those it has.
+        block_sizes: any of `block_n`, `block_v`, `block_d` to override an implementation's rule, or `block_bytes`, the
+            most bytes of float32 logits at one time, for the rule to choose by; an implementation reads those it has.
         precision: of the products; None means HIGHEST for float32 inputs.
 
     Returns:
@@ -199,6 +210,98 @@ def linear_logprobs(
         precision=precision,
     )
     return stats.logprobs
+
+
+def linear_token_loss(
+    hidden: FloatArray,
+    lm_head: FloatArray,
+    targets: IntArray,
+    token_loss: TokenLoss,
+    token_args: Sequence[Array | Scalar] = (),
+    *,
+    layout: Layout = "DV",
+    bias: FloatArray | None = None,
+    temperature: Scalar = 1.0,
+    softcap: Scalar | None = None,
+    logit_scale: Scalar = 1.0,
+    mask: MaskArray | None = None,
+    logits_dtype: str | None = None,
+    implementation: str = "auto",
+    sharding: object = None,
+    block_sizes: BlockSizes | None = None,
+    precision: PrecisionLike = None,
+) -> tuple[Float[Array, ""], Float[Array, "..."]]:
+    """Sum of a token-local loss of the log-probabilities, with its gradient made in the same pass over the head.
+
+    Equal to
+        logprobs = linear_logprobs(hidden, lm_head, targets)
+        sum(token_loss(logprobs, *token_args) over tokens with mask), stop_gradient(logprobs)
+
+    With `"one_pass"` three head-sized products instead of the four of `"chunked"`, two instead of three where the head
+    is frozen: the gradient is finished while the logits of a block of tokens are alive, and scaled by the incoming
+    cotangent in the backward pass. It costs memory: the logits of one block of tokens, `[block_n, V]`, and the
+    gradient of the head in float32 until it is cast. Blocks of masked tokens never run; blocks of tokens without a
+    slope (tokens that seem so are put together beforehand) cost one product. Where nothing is differentiated it is the
+    forward pass of `"chunked"` and no more. Under `jax.checkpoint` the pass would run twice: leave it outside.
+
+    Args:
+        hidden: final hidden states, any leading axes, `[..., D]`.
+        lm_head: head weight, `[D, V]` or `[V, D]` as `layout` says.
+        targets: token ids, `[...]`.
+        token_loss: `(log-probability, *token_args)` of ONE token, all scalars, to a scalar; it is mapped over the
+            tokens, so that none can see another. Denominators go in as arguments. One compiled program is kept for each
+            function: outside `jax.jit` give the same function again, not a new lambda.
+        token_args: arrays of the shape of `targets`, or single numbers; never differentiated.
+        layout: see `linear_token_stats`, and so for every argument below.
+        bias: `[V]`.
+        temperature: divides the logits last.
+        softcap: bound of the logits, or None.
+        logit_scale: multiplies the logits first.
+        mask: `[...]`; tokens at 0 never reach the sum, whatever `token_loss` gives there.
+        logits_dtype: dtype to round the raw logits to.
+        implementation: `"auto"` (`"one_pass"`) or a key of `TOKEN_LOSS_IMPLEMENTATIONS`.
+        sharding: None.
+        block_sizes: overrides of an implementation's rule.
+        precision: of the products.
+
+    Returns:
+        The loss, and the log-probabilities of the shape of `targets` without a gradient, float32 (float64 for float64
+        inputs). A target outside the vocabulary has a NaN log-probability, which its loss sees.
+
+    Raises:
+        ValueError: as `linear_token_stats`; a token argument of another shape; a `token_loss` that gives no scalar.
+        TypeError: as `linear_token_stats`.
+        NotImplementedError: as `linear_token_stats`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> hidden, lm_head, targets = jnp.ones((2, 3)), jnp.zeros((3, 4)), jnp.array([0, 3])
+        >>> weighted = lambda logprob, weight: -weight * logprob
+        >>> loss = lambda h, w: linear_token_loss(h, w, targets, weighted, (jnp.array([0.5, 1.5]),))
+        >>> (value, logprobs), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, lm_head)
+        >>> round(value.item(), 4), gradients[1].shape  # 2 ln 4
+        (2.7726, (3, 4))
+
+    Reference: a gradient made in the forward pass, https://arxiv.org/abs/2410.10989 (Liger). Departures: any
+    token-local loss, float32 sums over all blocks, tokens without a gradient are skipped.
+    """
+    name = "linear_token_loss"
+    hidden, lm_head, targets = jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(targets)
+    bias = None if bias is None else jnp.asarray(bias)
+    vocab = check_head(name, hidden, lm_head, targets, bias, layout)
+    mask = check_tokens(name, targets, mask, vocab)
+    scalars = check_scalars(name, temperature, softcap, logit_scale)
+    options = check_options(name, ("logprobs",), layout, logits_dtype, block_sizes, precision)
+    run = _choose(name, implementation, TOKEN_LOSS_IMPLEMENTATIONS, sharding, auto="one_pass")
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
+    args = check_token_loss(name, token_loss, token_args, targets, dtype)
+    if targets.size == 0:
+        return jnp.zeros((), dtype), jnp.zeros(targets.shape, dtype)
+    args = tuple(jax.lax.stop_gradient(x.reshape(-1) if x.ndim else x) for x in args)
+    flat_mask = None if mask is None else mask.reshape(-1)
+    flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask)
+    loss, logprobs = _compiled(run)(*flat, args, scalars, options, token_loss)
+    return loss, jax.lax.stop_gradient(logprobs.reshape(targets.shape))
 
 
 def token_stats(
@@ -330,9 +433,9 @@ def token_logprobs(
 
 
 @functools.cache
-def _compiled(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
+def _compiled(run: Callable[..., T]) -> Callable[..., T]:
     """One compiled program per implementation, so that an eager call is not run step by step."""
-    return jax.jit(run, static_argnames=("options",))
+    return jax.jit(run, static_argnames=("options", "token_loss"))
 
 
 def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
@@ -350,9 +453,9 @@ def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenSta
 
 
 def _choose(
-    name: str, implementation: str, known: Mapping[str, Callable[..., TokenStats]], sharding: object
-) -> Callable[..., TokenStats]:
+    name: str, implementation: str, known: Mapping[str, Callable[..., T]], sharding: object, auto: str = "chunked"
+) -> Callable[..., T]:
     if sharding is not None:
         raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
     check_name(name, "implementation", implementation, ("auto", *known))
-    return known["chunked" if implementation == "auto" else implementation]
+    return known[auto if implementation == "auto" else implementation]

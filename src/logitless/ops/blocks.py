@@ -93,17 +93,24 @@ class TokenCut(NamedTuple):
         return take(x, self.slots)
 
 
-def cut_tokens(mask: Bool[Array, " N"] | None, count: int, size: int) -> TokenCut:
-    """Cuts `count` tokens into blocks of `size`, those that `mask` keeps first."""
+def cut_tokens(
+    mask: Bool[Array, " N"] | None, count: int, size: int, last: Bool[Array, " N"] | None = None
+) -> TokenCut:
+    """Cuts `count` tokens into blocks of `size`: first those that `mask` keeps, among them those in `last` behind."""
     size = min(size, count)
     places = -(-count // size) * size
-    if mask is None:
+    if mask is None and last is None:
         order = jnp.arange(places, dtype=jnp.int32)
         return TokenCut(order, jnp.arange(count, dtype=jnp.int32), size, places // size)
-    (order,) = jnp.nonzero(mask, size=places, fill_value=count)
-    rank = jnp.cumsum(mask, dtype=jnp.int32)
-    slots = jnp.where(mask, rank - 1, places)
-    return TokenCut(order.astype(jnp.int32), slots, size, -(-rank[-1] // size))
+    kept = jnp.ones(count, bool) if mask is None else mask
+    slots = jnp.full(count, places, jnp.int32)
+    filled = jnp.zeros((), jnp.int32)
+    for group in (kept,) if last is None else (kept & ~last, kept & last):
+        rank = jnp.cumsum(group, dtype=jnp.int32)
+        slots = jnp.where(group, filled + rank - 1, slots)
+        filled = filled + rank[-1]
+    order = jnp.full(places, count, jnp.int32).at[slots].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+    return TokenCut(order, slots, size, -(-filled // size) if mask is not None else places // size)
 
 
 def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:

@@ -1,14 +1,15 @@
 """What the doors of the ops refuse, and how they say it: names, shapes, dtypes, numbers out of range."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from logitless._arrays import BlockSizes, MaskArray, Scalar, accumulator, as_mask, check_name, is_concrete, shape_error
-from logitless.ops.types import OUTPUT_NAMES, HeadOptions, Layout, LogitScalars, OutputName, PrecisionLike
+from logitless.ops.types import BLOCK_SIZES, OUTPUT_NAMES, HeadOptions, Layout, LogitScalars, OutputName, PrecisionLike
 
 
 def check_dtypes(name: str, floats: Mapping[str, jax.Array | None], targets: jax.Array) -> None:
@@ -110,7 +111,7 @@ def check_options(
         check_name(name, "outputs", output, OUTPUT_NAMES)
     sizes = dict(block_sizes or {})
     for key, size in sizes.items():
-        check_name(name, "block_sizes", key, ("block_n", "block_v", "block_d"))
+        check_name(name, "block_sizes", key, BLOCK_SIZES)
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name}: block_sizes[{key!r}] is {size!r}; it must be an integer of at least 1")
     if logits_dtype is not None:
@@ -130,3 +131,18 @@ def _dtype(name: str) -> np.dtype | None:
         return jnp.dtype(name)
     except TypeError:
         return None
+
+
+def check_token_loss(
+    name: str, token_loss: Callable[..., Any], token_args: Sequence[object], targets: jax.Array, dtype: np.dtype
+) -> tuple[jax.Array, ...]:
+    """The token arguments as arrays; raises ValueError for another shape, or a token's loss that is no scalar."""
+    args = tuple(jnp.asarray(x) for x in token_args)
+    for i, x in enumerate(args):
+        if x.shape not in ((), targets.shape):
+            needed = "each must have the shape of targets, or be one number"
+            raise shape_error(name, {f"token_args[{i}]": x, "targets": targets}, needed)
+    one = jax.eval_shape(token_loss, *(jax.ShapeDtypeStruct((), d) for d in (dtype, *(x.dtype for x in args))))
+    if getattr(one, "shape", None) != () or not jnp.issubdtype(one.dtype, jnp.floating):
+        raise ValueError(f"{name}: token_loss gives {one} for one token; it must give one floating-point number")
+    return args

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,9 +23,8 @@ from logitless.ops.softmax import (
     meet,
     row_terms,
     start,
-    transform_logits,
 )
-from logitless.ops.tiles import Gradients, cut_problem, head_block, raw_tile, sweep_gradients
+from logitless.ops.tiles import Gradients, cut_problem, head_block, logits_tile, sweep_gradients
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 
@@ -99,7 +97,7 @@ def _forward(
 
         def token_step(j, running):
             rows = tokens.rows(j)
-            z = _logits_tile(rows.of(front), w, b, scalars, options, dtype)
+            z = logits_tile(rows.of(front), w, b, scalars, options, dtype)
             part = jax.tree.map(rows.of, running)
             met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis)
             return jax.tree.map(rows.put, running, met)
@@ -130,25 +128,10 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
 
     def open_block(columns, w, b):
         def d_tile(rows, h):
-            z = _logits_tile(h, w, b, scalars, options, dtype)
+            z = logits_tile(h, w, b, scalars, options, dtype)
             column = rows.of(targets) - columns.start
             return d_logits_tile(z, column, jax.tree.map(rows.of, terms), scalars, v_axis)
 
         return d_tile
 
     return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), wanted, options, dtype, open_block)
-
-
-def _logits_tile(
-    h: Float[Array, "n D"],
-    w: Float[Array, "..."],
-    bias: Float[Array, " v"] | None,
-    scalars: LogitScalars,
-    options: HeadOptions,
-    dtype: np.dtype,
-) -> Float[Array, "..."]:
-    """Logits of a block, `[n, v]` for a head `[D, V]` and `[v, n]` for `[V, D]`: no large operand is transposed."""
-    x = raw_tile(h, w, bias, options.layout.index("V"), options, dtype)
-    if options.logits_dtype is not None:
-        x = x.astype(options.logits_dtype).astype(dtype)
-    return transform_logits(x, scalars)

@@ -24,11 +24,11 @@ class Differentiated:
     bias: bool
 
 
-def values_of(name: str, primals: Any, scalars: Any) -> Any:
+def values_of(name: str, primals: Any, scalars: Any, implementation: str = "chunked") -> Any:
     """Unwraps what a `symbolic_zeros` forward rule is handed; refuses a gradient of the logit scalars."""
     if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
         raise NotImplementedError(
-            f"{name}: implementation 'chunked' does not differentiate temperature, softcap and logit_scale; "
+            f"{name}: implementation {implementation!r} does not differentiate temperature, softcap and logit_scale; "
             "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
         )
     return jax.tree.map(lambda primal: primal.value, primals)
@@ -39,7 +39,7 @@ def live(cotangents: TokenStats) -> TokenStats:
     return TokenStats(*(None if d is None or isinstance(d, SymbolicZero) else d for d in cotangents))
 
 
-def first_only(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a backward rule refuse to be differentiated: it skips tokens by value, so its own derivative is wrong."""
 
     def decorate(backward: Callable[P, R]) -> Callable[P, R]:
@@ -48,7 +48,7 @@ def first_only(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @guarded.defjvp
         def refuse(options, primals, tangents):
             raise NotImplementedError(
-                f"{name}: implementation 'chunked' has no second derivative; use implementation='reference'"
+                f"{name}: implementation {implementation!r} has no second derivative; use implementation='reference'"
             )
 
         @functools.wraps(backward)

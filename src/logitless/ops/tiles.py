@@ -12,13 +12,15 @@ from jaxtyping import Array, Bool, Float
 from logitless._arrays import common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.derivatives import Differentiated
-from logitless.ops.types import HeadOptions
+from logitless.ops.softmax import transform_logits
+from logitless.ops.types import HeadOptions, LogitScalars
 
 # Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
 # larger products, are not yet.
 CPU_BLOCKS = (512, 1536)
 ACCELERATOR_BLOCKS = (2048, 4096)
 SMALLEST_BLOCK_N = 128
+SMALLEST_BLOCK_V = 128
 
 
 class Gradients(NamedTuple):
@@ -72,7 +74,7 @@ def sweep_gradients(
         def token_step(j, block):
             rows = tokens.rows(j)
             h = rows.of(front)
-            return _add_products(block, d_tile(rows, h), h, fresh, rows, wanted, options)
+            return add_products(block, d_tile(rows, h), h, fresh, rows, wanted, options)
 
         # The first block of tokens starts the sums, which then need neither zeros nor an addition.
         block = token_step(0, Gradients(total.hidden, None, None))
@@ -97,7 +99,7 @@ def sweep_gradients(
     return total
 
 
-def _add_products(
+def add_products(
     block: Gradients,
     d_x: Float[Array, "..."],
     h: Float[Array, "n D"],
@@ -131,22 +133,47 @@ def cut_problem(
     vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
     # Two blocks at least of a batch worth cutting, so that a small one can skip its masked half too.
     half = max(SMALLEST_BLOCK_N, -(-hidden.shape[0] // 2))
-    return cut_tokens(mask, hidden.shape[0], options.block_n or min(_rule()[0], half)), vocab
+    return cut_tokens(mask, hidden.shape[0], options.block_n or min(_rule(options)[0], half)), vocab
 
 
 def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
     """Blocks of a quarter of the vocabulary at most: a small problem holds no `[N, V]` array either."""
-    return VocabCut(vocab, min(options.block_v or min(_rule()[1], -(-vocab // 4)), vocab))
+    return VocabCut(vocab, min(options.block_v or min(_rule(options)[1], -(-vocab // 4)), vocab))
 
 
-def _rule() -> tuple[int, int]:
-    return CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
+def _rule(options: HeadOptions) -> tuple[int, int]:
+    """Tokens and columns of a block: those of the device, cut down to the caller's bytes of float32 logits."""
+    block_n, block_v = CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
+    if options.block_bytes is None:
+        return block_n, block_v
+    block_n = options.block_n or block_n
+    elements = max(1, options.block_bytes // 4)
+    # Columns first: they cost no more reads of the head, while fewer tokens do.
+    wanted = elements // block_n
+    if wanted >= SMALLEST_BLOCK_V:
+        return block_n, wanted - wanted % SMALLEST_BLOCK_V
+    return max(1, min(block_n, elements // SMALLEST_BLOCK_V)), min(SMALLEST_BLOCK_V, elements)
 
 
 def head_block(
     lm_head: Float[Array, "..."], bias: Float[Array, " V"] | None, columns: VocabSlice, options: HeadOptions
 ) -> tuple[Float[Array, "..."], Float[Array, " v"] | None]:
     return columns.of(lm_head, options.layout.index("V")), None if bias is None else columns.of(bias, 0)
+
+
+def logits_tile(
+    h: Float[Array, "n D"],
+    w: Float[Array, "..."],
+    bias: Float[Array, " v"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    dtype: np.dtype,
+) -> Float[Array, "..."]:
+    """Logits of a block, `[n, v]` for a head `[D, V]` and `[v, n]` for `[V, D]`: no large operand is transposed."""
+    x = raw_tile(h, w, bias, options.layout.index("V"), options, dtype)
+    if options.logits_dtype is not None:
+        x = x.astype(options.logits_dtype).astype(dtype)
+    return transform_logits(x, scalars)
 
 
 def raw_tile(

@@ -54,6 +54,7 @@ class HeadOptions:
         block_n: tokens of a block, or None for the implementation's own rule.
         block_v: vocabulary columns of a block, or None for the implementation's own rule.
         block_d: hidden columns of a block, or None for the implementation's own rule.
+        block_bytes: most bytes of logits at one time, for the rule to choose the blocks by; None for its own.
     """
 
     layout: Layout = "DV"
@@ -63,3 +64,8 @@ class HeadOptions:
     block_n: int | None = None
     block_v: int | None = None
     block_d: int | None = None
+    block_bytes: int | None = None
+
+
+BLOCK_SIZES = ("block_n", "block_v", "block_d", "block_bytes")
+"""What `block_sizes` may hold."""

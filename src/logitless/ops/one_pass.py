@@ -1,0 +1,257 @@
+"""A token-local loss and its gradient in one go: three head-sized products, four with a backward pass of its own.
+
+Tokens outside, vocabulary inside, twice. The first walk over the vocabulary keeps the logits of one block of tokens,
+the loss then says what flows back to each log-probability, and the second walk turns the kept logits into gradients.
+The head's gradient is added up in float32 over the blocks of tokens: what this costs in memory beside `chunked`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from logitless._arrays import accumulator
+from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
+from logitless.ops.chunked import linear_token_stats_chunked
+from logitless.ops.derivatives import Differentiated, first_only, values_of
+from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet, row_terms, start
+from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
+from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+
+CPU_BLOCK_N = 256
+ACCELERATOR_BLOCK_N = 512
+PROBES = (-1e-3, -1.0, -20.0)
+
+TokenLoss = Callable[..., Float[Array, ""]]
+"""`(log-probability, *token_args)` of ONE token, all scalars, to its loss."""
+
+
+class _Sweep(NamedTuple):
+    """What one pass leaves behind: the loss, the log-probabilities, and the gradients of the loss, unscaled."""
+
+    loss: Float[Array, ""]
+    logprobs: Float[Array, " N"]
+    gradients: Gradients
+
+
+def linear_token_loss_one_pass(
+    hidden: Float[Array, "N D"],
+    lm_head: Float[Array, "..."],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    token_args: tuple[Float[Array, "..."], ...],
+    scalars: LogitScalars,
+    options: HeadOptions,
+    token_loss: TokenLoss,
+) -> tuple[Float[Array, ""], Float[Array, " N"]]:
+    """Loss and log-probabilities of N tokens; the contract is that of `logitless.ops.api.linear_token_loss`."""
+    return _token_loss(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss)
+
+
+def sum_of_token_losses(
+    token_loss: TokenLoss,
+    logprobs: Float[Array, " N"],
+    token_args: tuple[Float[Array, "..."], ...],
+    counts: Bool[Array, " N"] | None,
+) -> Float[Array, ""]:
+    """Sum over the tokens that count; what `token_loss` gives elsewhere reaches neither it nor a gradient."""
+    if counts is not None:
+        logprobs = jnp.where(counts, logprobs, 0.0)
+    in_axes = (0, *(0 if x.ndim else None for x in token_args))
+    losses = jax.vmap(token_loss, in_axes)(logprobs, *token_args)
+    return jnp.sum(losses if counts is None else jnp.where(counts, losses, 0.0), dtype=logprobs.dtype)
+
+
+def linear_token_loss_two_pass(
+    run: Callable[..., TokenStats],
+    hidden: Float[Array, "N D"],
+    lm_head: Float[Array, "..."],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    token_args: tuple[Float[Array, "..."], ...],
+    scalars: LogitScalars,
+    options: HeadOptions,
+    token_loss: TokenLoss,
+) -> tuple[Float[Array, ""], Float[Array, " N"]]:
+    """The same by way of `run`, an implementation of `linear_token_stats` with a backward pass of its own."""
+    stats = run(hidden, lm_head, bias, targets, mask, scalars, options)
+    return sum_of_token_losses(token_loss, stats.logprobs, token_args, mask), lax.stop_gradient(stats.logprobs)
+
+
+def _primal(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss):
+    stats = linear_token_stats_chunked(hidden, lm_head, bias, targets, mask, scalars, options)
+    return sum_of_token_losses(token_loss, stats.logprobs, token_args, mask), stats.logprobs
+
+
+_token_loss = jax.custom_vjp(_primal, nondiff_argnums=(7, 8))
+
+
+# The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+def _token_loss_fwd(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss):
+    wanted = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    primals = (hidden, lm_head, bias, targets, mask, token_args, scalars)
+    primals = values_of("linear_token_loss", primals, scalars, "one_pass")
+    sweep = _sweep(primals, wanted, (options, token_loss))
+    # In float32 until the cotangent is known: each gradient is rounded once.
+    like = tuple(None if x is None else jnp.zeros((0,), x.dtype) for x in primals[:3])
+    return (sweep.loss, sweep.logprobs), (sweep.gradients, like)
+
+
+def _token_loss_bwd(options, token_loss, residuals, cotangents):
+    gradients, like = residuals
+    d_loss = cotangents[0]
+    if isinstance(d_loss, SymbolicZero):
+        return (None,) * 7
+    scaled = [None if x is None else (x * d_loss).astype(y.dtype) for x, y in zip(gradients, like, strict=True)]
+    return *scaled, None, None, None, None
+
+
+_token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
+
+
+class _Head(NamedTuple):
+    """The head, how its vocabulary is cut, and what stands between its products and the softmax."""
+
+    lm_head: Float[Array, "..."]
+    bias: Float[Array, " V"] | None
+    scalars: LogitScalars
+    options: HeadOptions
+    vocab: VocabCut
+    dtype: np.dtype
+
+    @property
+    def v_axis(self) -> int:
+        return self.options.layout.index("V")
+
+    def rows_by(self, tokens: int, width: int) -> Float[Array, "..."]:
+        """Zeros with the tokens on the axis on which a tile has them."""
+        return jnp.zeros((tokens, width) if self.v_axis else (width, tokens), self.dtype)
+
+
+@first_only("linear_token_loss", "one_pass")
+def _sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, TokenLoss]) -> _Sweep:
+    hidden, lm_head, bias, targets, mask, token_args, scalars = primals
+    options, token_loss = static
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
+    vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
+    head = _Head(lm_head, bias, scalars, options, vocab, dtype)
+    count, width = hidden.shape
+    last = _seem_flat(token_loss, token_args, count, dtype)
+    tokens = cut_tokens(mask, count, _block_n(count, vocab.vocab, options), last)
+    front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
+    token_args = tuple(tokens.gather(x) if x.ndim else x for x in token_args)
+    present = tokens.order < count
+
+    def token_step(j, carry):
+        sweep, logits = carry
+        rows = tokens.rows(j)
+        h, own, here = rows.of(front), rows.of(targets), rows.of(present)
+        logits, running = _keep_logits(head, h, own, logits)
+        stats, normaliser = finish(running, own < vocab.vocab, vocab.vocab, ("logprobs",))
+        here_args = tuple(rows.of(x) if x.ndim else x for x in token_args)
+        loss, pull = jax.vjp(lambda x: sum_of_token_losses(token_loss, x, here_args, here), stats.logprobs)
+        (d_logprobs,) = pull(jnp.ones_like(loss))
+        terms = row_terms(stats, normaliser, TokenStats(logprobs=d_logprobs), scalars, vocab.vocab)
+        # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
+        terms = terms._replace(maximum=jnp.where(here, terms.maximum, jnp.finfo(dtype).max))
+        # A block of tokens without any gradient has nothing to pour.
+        blocks = jnp.where(jnp.any(d_logprobs != 0), vocab.blocks, 0)
+        gradients = _pour(head, h, own, logits, terms, rows, sweep.gradients, wanted, blocks)
+        return _Sweep(sweep.loss + loss, rows.put(sweep.logprobs, stats.logprobs), gradients), logits
+
+    places = targets.shape[0]
+    gradients = Gradients(
+        head.rows_by(places, width) if wanted.hidden else None,
+        jnp.zeros(lm_head.shape, dtype) if wanted.lm_head else None,
+        jnp.zeros(vocab.vocab, dtype) if wanted.bias else None,
+    )
+    sweep = _Sweep(jnp.zeros((), dtype), jnp.zeros(places, dtype), gradients)
+    logits = head.rows_by(tokens.size, vocab.vocab)
+    (loss, logprobs, gradients), _ = lax.fori_loop(0, tokens.blocks, token_step, (sweep, logits))
+    if (d_hidden := gradients.hidden) is not None:
+        gradients = gradients._replace(hidden=tokens.scatter(d_hidden if head.v_axis else d_hidden.T))
+    return _Sweep(loss, tokens.scatter(logprobs), gradients)
+
+
+def _keep_logits(
+    head: _Head, h: Float[Array, "n D"], own: Int[Array, " n"], logits: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Running]:
+    """First walk over the vocabulary: the block's logits, written into `logits`, and their online softmax."""
+
+    def step(i, carry):
+        logits, running = carry
+        columns = head.vocab.block(i)
+        w, b = head_block(head.lm_head, head.bias, columns, head.options)
+        z = logits_tile(h, w, b, head.scalars, head.options, head.dtype)
+        running = meet(running, z, columns.column(own), columns.met(), head.v_axis)
+        return columns.put(logits, z, head.v_axis), running
+
+    running = start(own.shape[0], head.dtype, ("logprobs",))
+    return lax.fori_loop(0, head.vocab.blocks, step, (logits, running))
+
+
+def _pour(
+    head: _Head,
+    h: Float[Array, "n D"],
+    own: Int[Array, " n"],
+    logits: Float[Array, "..."],
+    terms: RowTerms,
+    rows: Rows,
+    gradients: Gradients,
+    wanted: Differentiated,
+    blocks: Int[Array, ""],
+) -> Gradients:
+    """Second walk over the vocabulary: adds what the kept logits give to each gradient that is wanted."""
+
+    def step(i, gradients):
+        columns = head.vocab.block(i)
+        w, _ = head_block(head.lm_head, None, columns, head.options)
+        d_x = d_logits_tile(columns.of(logits, head.v_axis), own - columns.start, terms, head.scalars, head.v_axis)
+        if (met := columns.met()) is not None:
+            # Columns met before must not count a second time.
+            d_x = jnp.where(jnp.expand_dims(met, 1 - head.v_axis), 0.0, d_x)
+        part = add_products(Gradients(gradients.hidden, None, None), d_x, h, w, rows, wanted, head.options)
+        return Gradients(
+            part.hidden,
+            _add(columns, gradients.lm_head, part.lm_head, head.v_axis),
+            _add(columns, gradients.bias, part.bias, 0),
+        )
+
+    return lax.fori_loop(0, blocks, step, gradients)
+
+
+def _add(columns: VocabSlice, total: Array | None, part: Array | None, axis: int) -> Array | None:
+    if total is None or part is None:
+        return None
+    return columns.put(total, columns.of(total, axis) + part, axis)
+
+
+def _seem_flat(
+    token_loss: TokenLoss, token_args: tuple[Float[Array, "..."], ...], count: int, dtype: np.dtype
+) -> Bool[Array, " N"]:
+    """Tokens whose loss has no slope wherever it is probed: a group with zero advantage.
+
+    They go last, so that whole blocks of them may turn out to have no gradient. A wrong guess costs time, never digits.
+    """
+    flat = jnp.ones(count, bool)
+    for probe in PROBES:
+        at = jnp.full(count, probe, dtype)
+        flat &= jax.grad(lambda x: sum_of_token_losses(token_loss, x, token_args, None))(at) == 0
+    return flat
+
+
+def _block_n(count: int, vocab: int, options: HeadOptions) -> int:
+    """Tokens of a block: a quarter of a small batch at most, which is then not held whole either."""
+    if options.block_n is not None:
+        return options.block_n
+    rule = CPU_BLOCK_N if jax.default_backend() == "cpu" else ACCELERATOR_BLOCK_N
+    if options.block_bytes is not None:
+        rule = min(rule, max(1, options.block_bytes // (4 * vocab)))
+    return min(rule, -(-count // 4))
