@@ -8,18 +8,37 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from logitless._arrays import BlockSizes, FloatArray, IntArray, MaskArray, Scalar, as_mask, check_keywords, shape_error
+from logitless._arrays import (
+    BlockSizes,
+    FloatArray,
+    IntArray,
+    MaskArray,
+    Scalar,
+    accumulator,
+    as_mask,
+    check_keywords,
+    shape_error,
+)
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import CommonOptions, PolicyOptions, is_off
+from logitless.losses.policy_options import FIXED, CommonOptions, PolicyOptions, is_off, preset_kl
 from logitless.losses.supervised import (
     Reduction,
     check_cross_entropy,
     cross_entropy_of_stats,
     dft_of_logprobs,
     needed_stats,
+    nll_of_logprobs,
+    reduce_losses,
     tokens_that_count,
 )
-from logitless.ops.api import linear_token_stats, token_stats
+from logitless.losses.token_local import (
+    dft_of_token,
+    nll_of_token,
+    policy_token,
+    what_is_not_local,
+    with_slope_of,
+)
+from logitless.ops.api import linear_token_loss, linear_token_stats, token_stats
 from logitless.ops.types import Layout, PrecisionLike, TokenStats
 
 
@@ -62,8 +81,12 @@ def linear_policy_loss(
         logprobs = log_softmax(hidden @ lm_head)[targets]
         policy_loss(logprobs, old_logprobs, advantages, mask, ...)
 
-    Never holds the `[B, T, V]` logits, forward or backward. Masked tokens are skipped; in the backward pass so is each
-    token without a gradient: a group with zero advantage, a clipped token. Differentiable in hidden, lm_head and bias.
+    Never holds the `[B, T, V]` logits, forward or backward. Masked tokens are skipped, and tokens without a gradient (a
+    group with zero advantage) in the backward pass. Differentiable in hidden, lm_head and bias.
+
+    `implementation="auto"` is `"one_pass"` (see `linear_token_loss`) where the loss is local to the token: token
+    ratios, not vespo, no rollout weight of a sequence, no entropy option; `"chunked"` elsewhere, which needs less
+    memory and one more product.
 
     Args:
         hidden: final hidden states at the positions that predict `targets`, `[B, T, D]`.
@@ -82,7 +105,7 @@ def linear_policy_loss(
     Raises:
         ValueError: as `linear_token_stats` and `policy_loss`.
         TypeError: an unknown option; else as `linear_token_stats` and `policy_loss`.
-        NotImplementedError: as `linear_token_stats`.
+        NotImplementedError: as `linear_token_stats`; `"one_pass"` for a loss that is not local to the token.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -116,6 +139,9 @@ def linear_cross_entropy(
     Equal to
         z = hidden @ lm_head; lse = logsumexp(z); nll = lse - z[labels]
         mean(weights * ((1 - s) * nll + s * (lse - mean(z)) + z_loss * lse**2)) over labels that are not ignored
+
+    `implementation="auto"` is `"one_pass"` (see `linear_token_loss`) without smoothing, z-loss and reduction `"none"`;
+    else `"chunked"`.
 
     Args:
         hidden: final hidden states at the positions that predict `labels`, `[..., D]`: the caller shifts.
@@ -154,6 +180,10 @@ def linear_cross_entropy(
     check_cross_entropy(name, labels, weights, label_smoothing, z_loss, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
     outputs = needed_stats(label_smoothing, z_loss)
+    other = "label_smoothing or z_loss" if len(outputs) > 1 else _per_token(reduction)
+    if _in_one_pass(name, head, other):
+        losses = nll_of_token, nll_of_logprobs
+        return _labels_in_one_pass(hidden, lm_head, labels, valid, weights, reduction, head, losses)
     stats = linear_token_stats(hidden, lm_head, labels, mask=valid, outputs=outputs, **head)
     return _reduce(stats, valid, label_smoothing, z_loss, weights, reduction)
 
@@ -256,6 +286,9 @@ def linear_dft_loss(
     labels = jnp.asarray(labels)
     check_cross_entropy(name, labels, weights, 0.0, 0.0, reduction)
     valid = tokens_that_count(labels, weights, ignore_index)
+    if _in_one_pass(name, head, _per_token(reduction)):
+        losses = dft_of_token, dft_of_logprobs
+        return _labels_in_one_pass(hidden, lm_head, labels, valid, weights, reduction, head, losses)
     stats = linear_token_stats(hidden, lm_head, labels, mask=valid, outputs=("logprobs",), **head)
     assert stats.logprobs is not None
     return dft_of_logprobs(stats.logprobs, valid, weights=weights, reduction=reduction)
@@ -329,6 +362,40 @@ def _reduce(
     )
 
 
+def _in_one_pass(name: str, head: HeadOptions, not_local: str | None) -> bool:
+    """Whether the loss goes in one pass; raises NotImplementedError where it was asked to and cannot."""
+    asked = head.get("implementation", "auto")
+    if asked == "one_pass" and not_local is not None:
+        raise NotImplementedError(
+            f"{name}: implementation 'one_pass' needs a loss that is a sum over tokens, each term of its own "
+            f"log-probability alone; {not_local} makes it another: use implementation='chunked'"
+        )
+    return asked == "one_pass" or (asked == "auto" and not_local is None)
+
+
+def _per_token(reduction: Reduction) -> str | None:
+    return "reduction='none'" if reduction == "none" else None
+
+
+def _labels_in_one_pass(
+    hidden: FloatArray,
+    lm_head: FloatArray,
+    labels: IntArray,
+    valid: jax.Array,
+    weights: FloatArray | None,
+    reduction: Reduction,
+    head: HeadOptions,
+    losses: tuple[Callable[..., Array], Callable[..., Array]],
+) -> Float[Array, ""]:
+    """`losses`: that of a token, and that of all log-probabilities."""
+    of_token, of_logprobs = losses
+    dtype = accumulator(jnp.asarray(hidden).dtype, jnp.asarray(lm_head).dtype)
+    # A reduction is linear in the token losses: its gradient is its weights.
+    factors = jax.grad(lambda x: reduce_losses(x, valid, weights, reduction))(jnp.zeros(valid.shape, dtype))
+    carrier, logprobs = linear_token_loss(hidden, lm_head, labels, of_token, (factors,), mask=valid, **head)
+    return with_slope_of(of_logprobs(logprobs, valid, weights=weights, reduction=reduction), carrier)
+
+
 _HINTS = {
     "entropy": "it is computed from the hidden states; leave it out",
     "beta": "the factor of the divergence is kl_coef",
@@ -349,6 +416,16 @@ def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
     return (own | CommonOptions.__annotations__.keys()) - {"entropy"}
 
 
+def resolved_options(loss: Callable[..., LossOutput], given: dict[str, Any]) -> dict[str, Any]:
+    """Every option of `policy_loss` as `loss`, a preset of it, would hand it on."""
+    own = {key: p.default for key, p in inspect.signature(loss).parameters.items() if p.default is not p.empty}
+    resolved = _DEFAULTS | {key: value for key, value in (own | given).items() if key in _DEFAULTS}
+    return resolved | FIXED[loss.__name__] | {"kl": preset_kl(resolved["kl"], resolved["kl_coef"])}
+
+
+_DEFAULTS = {key: p.default for key, p in inspect.signature(policy_loss).parameters.items() if p.default is not p.empty}
+
+
 def policy_from_hidden(
     loss: Callable[..., LossOutput],
     hidden: FloatArray,
@@ -365,10 +442,25 @@ def policy_from_hidden(
     rest = {key: value for key, value in options.items() if key not in head}
     check_keywords(name, rest, _options_of(loss), _HINTS)
     counts = as_mask(name, mask)
+    if counts.shape != jnp.shape(targets):
+        raise shape_error(name, {"mask": mask, "targets": targets}, "mask must have the shape of targets")
     if (segment_ids := cast(Any, rest.get("segment_ids"))) is not None:
         if jnp.shape(segment_ids) != jnp.shape(mask):
             raise shape_error(name, {"segment_ids": segment_ids, "mask": mask}, "both must be [B, T]")
         counts = counts & (jnp.asarray(segment_ids) != 0)
+    resolved = resolved_options(loss, rest)
+    if _in_one_pass(name, head, what_is_not_local(resolved)):
+
+        def of_logprobs(logprobs: jax.Array) -> LossOutput:
+            return loss(logprobs, old_logprobs, advantages, mask, **rest)
+
+        dtype = accumulator(jnp.asarray(hidden).dtype, jnp.asarray(lm_head).dtype)
+        # What the loss refuses it refuses by its own words, before anything is computed.
+        jax.eval_shape(lambda x: of_logprobs(x).loss, jax.ShapeDtypeStruct(jnp.shape(targets), dtype))
+        of_token, args = policy_token(counts, old_logprobs, advantages, resolved, dtype)
+        carrier, logprobs = linear_token_loss(hidden, lm_head, targets, of_token, args, mask=counts, **cast(Any, head))
+        out = of_logprobs(logprobs)
+        return out._replace(loss=with_slope_of(out.loss, carrier))
     reads_entropy = not is_off(rest.get("entropy_coef", 0.0)) or rest.get("top_entropy_quantile") is not None
     outputs = ("logprobs", "entropy") if reads_entropy else ("logprobs",)
     stats = linear_token_stats(hidden, lm_head, targets, mask=counts, outputs=outputs, **cast(Any, head))

@@ -108,6 +108,26 @@ class PolicyOptions(CommonOptions, total=False):
     vespo_lambda_neg: float
 
 
+FIXED: dict[str, dict[str, Any]] = {
+    "policy_loss": {},
+    "grpo_loss": {},
+    "bnpo_loss": {"aggregation": "token_mean"},
+    "dr_grpo_loss": {"aggregation": "constant"},
+    "dapo_loss": {"aggregation": "given_total"},
+    "gspo_loss": {"ratio_level": "sequence"},
+    "luspo_loss": {"ratio_level": "sequence", "aggregation": "sequence_sum"},
+    "cispo_loss": {"surrogate": "cispo", "aggregation": "given_total"},
+    "sapo_loss": {"surrogate": "sapo"},
+    "vespo_loss": {"surrogate": "vespo", "aggregation": "given_total"},
+}
+"""What each preset decides; `token_level=True` of gspo makes its ratio level `"sequence_token"`."""
+
+
+def preset_kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
+    """A preset names an estimator only where the divergence counts."""
+    return kl or ("none" if is_off(kl_coef) else "k3")
+
+
 def preset_options(name: str, options: CommonOptions) -> CommonOptions:
     """The options as they are; raises TypeError for one that the preset fixes, or that nobody knows."""
     fixed = f"{name} fixes it: policy_loss takes it as an option"

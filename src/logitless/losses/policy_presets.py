@@ -4,12 +4,7 @@ from typing import Unpack
 
 from logitless._arrays import FloatArray, MaskArray, Scalar
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import CommonOptions, KLName, is_off, preset_options
-
-
-def preset_kl(kl: KLName | None, kl_coef: Scalar) -> KLName:
-    """A preset names an estimator only where the divergence counts."""
-    return kl or ("none" if is_off(kl_coef) else "k3")
+from logitless.losses.policy_options import FIXED, CommonOptions, KLName, preset_kl, preset_options
 
 
 def grpo_loss(
@@ -135,7 +130,7 @@ def bnpo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        aggregation="token_mean",
+        **FIXED["bnpo_loss"],
         **preset_options("bnpo_loss", options),
     )
 
@@ -201,7 +196,7 @@ def dr_grpo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        aggregation="constant",
+        **FIXED["dr_grpo_loss"],
         max_completion_length=max_completion_length,
         **preset_options("dr_grpo_loss", options),
     )
@@ -269,7 +264,7 @@ def dapo_loss(
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,
-        aggregation="given_total",
+        **FIXED["dapo_loss"],
         total=total,
         **preset_options("dapo_loss", options),
     )
@@ -331,7 +326,7 @@ def gspo_loss(
         old_logprobs,
         advantages,
         mask,
-        ratio_level="sequence_token" if token_level else "sequence",
+        ratio_level="sequence_token" if token_level else FIXED["gspo_loss"]["ratio_level"],
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
@@ -395,11 +390,10 @@ def luspo_loss(
         old_logprobs,
         advantages,
         mask,
-        ratio_level="sequence",
+        **FIXED["luspo_loss"],
         clip_low=clip_low,
         clip_high=clip_high,
         delta=delta,
-        aggregation="sequence_sum",
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
         ref_logprobs=ref_logprobs,

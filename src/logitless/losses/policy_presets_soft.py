@@ -4,8 +4,7 @@ from typing import Unpack
 
 from logitless._arrays import FloatArray, MaskArray, Scalar
 from logitless.losses.policy import LossOutput, policy_loss
-from logitless.losses.policy_options import CommonOptions, KLName, preset_options
-from logitless.losses.policy_presets import preset_kl
+from logitless.losses.policy_options import FIXED, CommonOptions, KLName, preset_kl, preset_options
 
 
 def cispo_loss(
@@ -59,9 +58,8 @@ def cispo_loss(
         old_logprobs,
         advantages,
         mask,
-        surrogate="cispo",
+        **FIXED["cispo_loss"],
         cispo_max=cispo_max,
-        aggregation="given_total",
         total=total,
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,
@@ -120,7 +118,7 @@ def sapo_loss(
         old_logprobs,
         advantages,
         mask,
-        surrogate="sapo",
+        **FIXED["sapo_loss"],
         tau_positive=tau_positive,
         tau_negative=tau_negative,
         kl=preset_kl(kl, kl_coef),
@@ -187,12 +185,11 @@ def vespo_loss(
         old_logprobs,
         advantages,
         mask,
-        surrogate="vespo",
+        **FIXED["vespo_loss"],
         vespo_k_pos=vespo_k_pos,
         vespo_lambda_pos=vespo_lambda_pos,
         vespo_k_neg=vespo_k_neg,
         vespo_lambda_neg=vespo_lambda_neg,
-        aggregation="given_total",
         total=total,
         kl=preset_kl(kl, kl_coef),
         kl_coef=kl_coef,

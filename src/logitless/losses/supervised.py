@@ -73,6 +73,17 @@ def cross_entropy_of_stats(
     return reduce_losses(losses, valid, weights, reduction)
 
 
+def nll_of_logprobs(
+    logprobs: Float[Array, "..."],
+    valid: Bool[Array, "..."],
+    *,
+    weights: FloatArray | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    """`cross_entropy_of_stats` without smoothing and z-loss."""
+    return reduce_losses(-logprobs, valid, weights, reduction)
+
+
 def dft_of_logprobs(
     logprobs: Float[Array, "..."],
     valid: Bool[Array, "..."],

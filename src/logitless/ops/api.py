@@ -300,7 +300,7 @@ def linear_token_loss(
     args = tuple(jax.lax.stop_gradient(x.reshape(-1) if x.ndim else x) for x in args)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask)
-    loss, logprobs = _compiled(run)(*flat, args, scalars, options, token_loss)
+    loss, logprobs = _compiled(run, "token_loss")(*flat, args, scalars, options, token_loss)
     return loss, jax.lax.stop_gradient(logprobs.reshape(targets.shape))
 
 
@@ -433,9 +433,9 @@ def token_logprobs(
 
 
 @functools.cache
-def _compiled(run: Callable[..., T]) -> Callable[..., T]:
+def _compiled(run: Callable[..., T], *static: str) -> Callable[..., T]:
     """One compiled program per implementation, so that an eager call is not run step by step."""
-    return jax.jit(run, static_argnames=("options", "token_loss"))
+    return jax.jit(run, static_argnames=("options", *static))
 
 
 def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
@@ -457,5 +457,10 @@ def _choose(
 ) -> Callable[..., T]:
     if sharding is not None:
         raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
+    if implementation in TOKEN_LOSS_IMPLEMENTATIONS and implementation not in known:
+        raise NotImplementedError(
+            f"{name}: implementation {implementation!r} makes the gradient of a loss in the forward pass and has no "
+            "statistics to differentiate; use linear_token_loss, or another implementation"
+        )
     check_name(name, "implementation", implementation, ("auto", *known))
     return known[auto if implementation == "auto" else implementation]
