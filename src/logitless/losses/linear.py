@@ -438,7 +438,7 @@ def policy_from_hidden(
 ) -> LossOutput:
     """`loss` of the log-probabilities, and of the entropies where one of its options reads them."""
     name = f"linear_{loss.__name__}"
-    head = {key: value for key, value in options.items() if key in HeadOptions.__annotations__}
+    head: Any = {key: value for key, value in options.items() if key in HeadOptions.__annotations__}
     rest = {key: value for key, value in options.items() if key not in head}
     check_keywords(name, rest, _options_of(loss), _HINTS)
     counts = as_mask(name, mask)
@@ -451,17 +451,17 @@ def policy_from_hidden(
     resolved = resolved_options(loss, rest)
     if _in_one_pass(name, head, what_is_not_local(resolved)):
 
-        def of_logprobs(logprobs: jax.Array) -> LossOutput:
+        def of_logprobs(logprobs: FloatArray) -> LossOutput:
             return loss(logprobs, old_logprobs, advantages, mask, **rest)
 
         dtype = accumulator(jnp.asarray(hidden).dtype, jnp.asarray(lm_head).dtype)
         # What the loss refuses it refuses by its own words, before anything is computed.
         jax.eval_shape(lambda x: of_logprobs(x).loss, jax.ShapeDtypeStruct(jnp.shape(targets), dtype))
         of_token, args = policy_token(counts, old_logprobs, advantages, resolved, dtype)
-        carrier, logprobs = linear_token_loss(hidden, lm_head, targets, of_token, args, mask=counts, **cast(Any, head))
+        carrier, logprobs = linear_token_loss(hidden, lm_head, targets, of_token, args, mask=counts, **head)
         out = of_logprobs(logprobs)
         return out._replace(loss=with_slope_of(out.loss, carrier))
     reads_entropy = not is_off(rest.get("entropy_coef", 0.0)) or rest.get("top_entropy_quantile") is not None
     outputs = ("logprobs", "entropy") if reads_entropy else ("logprobs",)
-    stats = linear_token_stats(hidden, lm_head, targets, mask=counts, outputs=outputs, **cast(Any, head))
+    stats = linear_token_stats(hidden, lm_head, targets, mask=counts, outputs=outputs, **head)
     return loss(stats.logprobs, old_logprobs, advantages, mask, entropy=stats.entropy, **rest)

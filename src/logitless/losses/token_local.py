@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from logitless._arrays import FloatArray
 from logitless.losses.aggregate import aggregate
 from logitless.losses.policy import policy_loss
 from logitless.losses.policy_options import is_off
@@ -89,8 +90,8 @@ class PolicyToken:
 
 def policy_token(
     counts: Bool[Array, "B T"],
-    old_logprobs: Array | None,
-    advantages: Array,
+    old_logprobs: FloatArray | None,
+    advantages: FloatArray,
     options: Mapping[str, Any],
     dtype: np.dtype,
 ) -> tuple[PolicyToken, tuple[Array, ...]]:
