@@ -162,7 +162,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: as `linear_token_stats`; weights of another shape; smoothing outside [0, 1]; an unknown reduction.
         TypeError: float labels, integer hidden states.
-        NotImplementedError: as `linear_token_stats`.
+        NotImplementedError: as `linear_token_stats`; `"one_pass"` with smoothing, z-loss or reduction `"none"`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -255,6 +255,8 @@ def linear_dft_loss(
     Equal to
         logprobs = log_softmax(hidden @ lm_head)[labels]
         mean(-stop_gradient(exp(logprobs)) * logprobs) over labels that are not ignored
+
+    `implementation="auto"` is `"one_pass"`, but `"chunked"` for reduction `"none"`.
 
     Args:
         hidden: final hidden states at the positions that predict `labels`, `[..., D]`: the caller shifts.

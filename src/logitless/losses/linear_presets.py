@@ -23,6 +23,8 @@ def linear_grpo_loss(
     Equal to
         grpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
 
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
+
     Args:
         hidden: `[B, T, D]`.
         lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
@@ -65,6 +67,8 @@ def linear_bnpo_loss(
 
     Equal to
         bnpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
+
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
 
     Args:
         hidden: `[B, T, D]`.
@@ -109,6 +113,8 @@ def linear_dr_grpo_loss(
     Equal to
         dr_grpo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
 
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
+
     Args:
         hidden: `[B, T, D]`.
         lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
@@ -151,6 +157,8 @@ def linear_dapo_loss(
 
     Equal to
         dapo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
+
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
 
     Args:
         hidden: `[B, T, D]`.
@@ -238,6 +246,8 @@ def linear_cispo_loss(
     Equal to
         cispo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
 
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
+
     Args:
         hidden: `[B, T, D]`.
         lm_head: `[D, V]`, or `[V, D]` with `layout="VD"`.
@@ -281,6 +291,8 @@ def linear_sapo_loss(
 
     Equal to
         sapo_loss(log_softmax(hidden @ lm_head)[targets], old_logprobs, advantages, mask, ...)
+
+    Goes in one pass over the head where the options allow it, as `linear_policy_loss` says.
 
     Args:
         hidden: `[B, T, D]`.
