@@ -23,8 +23,11 @@ from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet
 from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
+# The CPU's is measured (docs/measured.md). An accelerator reads and writes the head's gradient once a block of tokens,
+# in float32: the fewer blocks, the better, as far as memory goes.
 CPU_BLOCK_N = 256
-ACCELERATOR_BLOCK_N = 512
+ACCELERATOR_BLOCK_BYTES = 1280 * 2**20
+BLOCK_N_MULTIPLE = 64
 PROBES = (-1e-3, -1.0, -20.0)
 
 TokenLoss = Callable[..., Float[Array, ""]]
@@ -251,7 +254,10 @@ def _block_n(count: int, vocab: int, options: HeadOptions) -> int:
     """Tokens of a block: a quarter of a small batch at most, which is then not held whole either."""
     if options.block_n is not None:
         return options.block_n
-    rule = CPU_BLOCK_N if jax.default_backend() == "cpu" else ACCELERATOR_BLOCK_N
-    if options.block_bytes is not None:
-        rule = min(rule, max(1, options.block_bytes // (4 * vocab)))
-    return min(rule, -(-count // 4))
+    if options.block_bytes is None and jax.default_backend() == "cpu":
+        return min(CPU_BLOCK_N, -(-count // 4))
+    most = max(1, (options.block_bytes or ACCELERATOR_BLOCK_BYTES) // (4 * vocab))
+    # Blocks of about one size: a last one of a few tokens would cost as much as a full one.
+    blocks = max(4, -(-count // most))
+    even = -(-count // blocks)
+    return min(most, -(-even // BLOCK_N_MULTIPLE) * BLOCK_N_MULTIPLE, -(-count // 4))
