@@ -36,13 +36,15 @@ def test_inside_the_budget_exits_0_and_appends_one_record_a_case(tmp_path, capsy
 
 
 def test_a_wrong_sign_in_the_backward_pass_exits_1_and_names_the_worst_element(tmp_path, capsys, monkeypatch):
-    honest = gradcheck_cases.linear_logprobs
+    honest = gradcheck_cases.linear_grpo_loss
 
     def wrong_sign(*args, implementation, **options):
-        logprobs = honest(*args, implementation=implementation, **options)
-        return logprobs if implementation == "reference" else 2 * jax.lax.stop_gradient(logprobs) - logprobs
+        out = honest(*args, implementation=implementation, **options)
+        if implementation == "reference":
+            return out
+        return out._replace(loss=2 * jax.lax.stop_gradient(out.loss) - out.loss)
 
-    monkeypatch.setattr(gradcheck_cases, "linear_logprobs", wrong_sign)
+    monkeypatch.setattr(gradcheck_cases, "linear_grpo_loss", wrong_sign)
     assert main(["gradcheck", write(tmp_path, f"cases: [{CASE}]\nresults_dir: {tmp_path}\n")]) == 1
     errors = capsys.readouterr().err
     assert "FAILED small (seed 0): d_lm_head: error" in errors

@@ -6,26 +6,21 @@ the same numbers in float64, and the candidate may spend `factor` times the erro
 units in the last place.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from logitless._arrays import Array
-
-LossAndLogprobs = Callable[..., tuple[Any, Any]]
-"""Takes the arrays by name and gives `(loss, logprobs)`."""
+from logitless._gradcheck_arrays import Comparison, LossAndLogprobs, against_oracle, values_and_grads
 
 # Rounding once to 16 bits costs half a unit in the last place; float32 sums in another order cost a few.
 FLOOR_ULPS_16_BIT = 1.0
 FLOOR_ULPS = 4.0
-COMPARED_AT_ONCE = 1 << 22  # elements; a block of float64 is 32 MiB
 
 
 class Worst(NamedTuple):
@@ -41,6 +36,34 @@ class Worst(NamedTuple):
         return f"{place} candidate {self.candidate:.9g}, oracle {self.oracle:.9g}, plain jnp {self.plain:.9g}"
 
 
+class Row(NamedTuple):
+    """The row of a 16-bit gradient that overspends most, by the length of its difference to the oracle.
+
+    Attributes:
+        place: index of the row; a token, or an entry of the vocabulary.
+        candidate_error: length of the candidate's difference.
+        plain_error: length of plain jnp's.
+        allowed: what is allowed.
+        length: of the oracle's row.
+    """
+
+    place: int
+    candidate_error: float
+    plain_error: float
+    allowed: float
+    length: float
+
+    @property
+    def spent(self) -> float:
+        return self.candidate_error / self.allowed if self.allowed > 0.0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.place} of length {self.length:.3g} is off by {self.candidate_error:.3g} where "
+            f"{self.allowed:.3g} is allowed (plain jnp is off by {self.plain_error:.3g})"
+        )
+
+
 @dataclass(frozen=True)
 class Budget:
     """What one array may err, and what it errs: the largest absolute difference to the oracle over all elements.
@@ -54,6 +77,7 @@ class Budget:
         magnitude: largest finite absolute value of the oracle; relative errors are relative to it.
         worst: the worst element, or None where the arrays are empty or cannot be compared.
         problem: why the arrays cannot be compared (a wrong shape or dtype), or None.
+        row: of a 16-bit gradient, the row that overspends most; None for other arrays.
     """
 
     name: str
@@ -64,6 +88,7 @@ class Budget:
     magnitude: float
     worst: Worst | None
     problem: str | None = None
+    row: Row | None = None
 
     @property
     def allowed(self) -> float:
@@ -74,7 +99,8 @@ class Budget:
         """Fraction of the allowed error that the candidate spends; at most 1 inside the budget."""
         if self.candidate_error == 0.0:
             return 0.0
-        return self.candidate_error / self.allowed if self.allowed > 0.0 else math.inf
+        by_element = self.candidate_error / self.allowed if self.allowed > 0.0 else math.inf
+        return by_element if self.row is None else max(by_element, self.row.spent)
 
     @property
     def relative_error(self) -> float:
@@ -133,6 +159,8 @@ class GradcheckReport:
         for budget in self.budgets:
             if budget.problem is not None:
                 found.append(f"{budget.name}: {budget.problem}")
+            elif budget.row is not None and budget.candidate_error <= budget.allowed and not budget.row.spent <= 1.0:
+                found.append(f"{budget.name}: {budget.row}")
             elif not budget.spent <= 1.0:
                 found.append(
                     f"{budget.name}: error {budget.candidate_error:.3g} where {budget.allowed:.3g} is allowed "
@@ -273,9 +301,9 @@ def gradcheck(
     _check_keys("gates", gates or {}, keys | relative)
 
     from_candidate, problems = _observe(candidate, args, names, expected)
-    from_plain = _values_and_grads(plain, args, names)
+    from_plain = values_and_grads(plain, args, names)
     pairs = {name: (from_candidate[name], from_plain[name]) for name in from_plain if name in from_candidate}
-    compared = _against_oracle(plain, args, names, pairs, oracle_dtype)
+    compared = against_oracle(plain, args, names, pairs, oracle_dtype, factor)
     results = {name: from_plain[name] for name in _quantities(names)}
     budgets = _budgets(compared, results, problems, floors or {}, factor)
     return GradcheckReport(
@@ -332,7 +360,7 @@ def _observe(candidate, args, names, expected) -> tuple[dict[str, jax.Array], di
     if len(given) != 2 or given[0].shape != ():
         problem = f"the candidate gave shapes {[x.shape for x in given]}; it must give (scalar loss, logprobs)"
         return {}, dict.fromkeys(_quantities(names), problem)
-    observed = _values_and_grads(candidate, args, names)
+    observed = values_and_grads(candidate, args, names)
     wanted = {"loss": expected[0], "logprobs": expected[1]} | {f"d_{name}": args[name] for name in names}
     for name, want in wanted.items():
         got = observed[name]
@@ -342,82 +370,6 @@ def _observe(candidate, args, names, expected) -> tuple[dict[str, jax.Array], di
             )
             del observed[name]
     return observed, problems
-
-
-def _values_and_grads(
-    function: LossAndLogprobs, args: Mapping[str, jax.Array], names: Sequence[str], dtype: str | None = None
-) -> dict[str, jax.Array]:
-    """Loss, log-probabilities and gradients of one program, which casts the floating arrays up to `dtype` first.
-
-    Cast inside the program, a head costs its float64 size once: the gradient takes the place of the cast.
-    """
-
-    def up(value: jax.Array) -> jax.Array:
-        return value.astype(dtype) if dtype and jnp.issubdtype(value.dtype, jnp.floating) else value
-
-    @jax.jit
-    def run(args):
-        args = {name: up(value) for name, value in args.items()}
-
-        def loss_of(moving):
-            loss, logprobs = function(**args | moving)
-            return loss, (loss, logprobs)
-
-        grads, (loss, logprobs) = jax.grad(loss_of, has_aux=True)({name: args[name] for name in names})
-        return {"loss": loss, "logprobs": logprobs} | {f"d_{name}": grads[name] for name in names}
-
-    return run(dict(args))
-
-
-def _against_oracle(plain, args, names, pairs, oracle_dtype) -> dict[str, Any]:
-    """Runs the oracle and reduces every difference to a few numbers on the device."""
-    context = jax.enable_x64(True) if oracle_dtype == "float64" else contextlib.nullcontext()
-    with context:
-        truth = _values_and_grads(plain, args, names, oracle_dtype)
-        found = {name: jax.jit(_compare)(truth[name], *pair) for name, pair in pairs.items()}
-        return jax.device_get({"oracle loss": truth["loss"], **found})
-
-
-class _Comparison(NamedTuple):
-    candidate_error: Any
-    plain_error: Any
-    magnitude: Any
-    place: Any  # of the worst element, in the flattened array
-    candidate: Any
-    oracle: Any
-    plain: Any
-
-
-def _compare(oracle: jax.Array, candidate: jax.Array, plain: jax.Array) -> _Comparison | None:
-    """The largest errors, block by block: XLA on a CPU would write each difference of whole arrays to memory."""
-    size = oracle.size
-    if size == 0:
-        return None
-    block = min(size, COMPARED_AT_ONCE)
-    dtype = oracle.dtype
-    flat = [x.reshape(size) for x in (candidate, oracle, plain)]
-
-    zero = jnp.zeros((), dtype)
-
-    def step(i, best: _Comparison) -> _Comparison:
-        # The last block starts early and meets some elements twice, which changes no maximum.
-        start = jnp.minimum(i * block, size - block)
-        c, o, p = (lax.dynamic_slice(x, (start,), (block,)).astype(dtype) for x in flat)
-        same = (c == o) | (jnp.isnan(c) & jnp.isnan(o))
-        error = jnp.where(jnp.isfinite(o) & jnp.isfinite(c), jnp.abs(c - o), jnp.where(same, 0.0, jnp.inf))
-        plain_error = jnp.where(jnp.isfinite(o) & jnp.isfinite(p), jnp.abs(p - o), 0.0)
-        magnitude = jnp.where(jnp.isfinite(o), jnp.abs(o), 0.0)
-        at = jnp.argmax(error)
-        worse = error[at] > best.candidate_error
-        here = _Comparison(error[at], zero, zero, start + at, c[at], o[at], p[at])
-        kept = jax.tree.map(lambda new, old: jnp.where(worse, new, old), here, best)
-        return kept._replace(
-            plain_error=jnp.maximum(best.plain_error, jnp.max(plain_error)),
-            magnitude=jnp.maximum(best.magnitude, jnp.max(magnitude)),
-        )
-
-    first = _Comparison(zero, zero, zero, jnp.zeros_like(jnp.argmax(flat[1][:1])), *(x[0].astype(dtype) for x in flat))
-    return lax.fori_loop(0, -(-size // block), step, first)
 
 
 def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
@@ -442,11 +394,15 @@ def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
                 plain=float(found.plain),
             ),
         )
+        # Whoever sets a floor of their own has judged the array by its largest elements.
+        row = compared["rows"].get(name) if budget.key not in floors else None
+        if row is not None:
+            budget = replace(budget, row=Row(int(row["place"]), *(float(row[key]) for key in Row._fields[1:])))
         budgets.append(_with_floor(budget, floors.get(budget.key)))
     return tuple(budgets)
 
 
-def _default_floor(name: str, found: _Comparison, logprobs: _Comparison | None, results) -> float:
+def _default_floor(name: str, found: Comparison, logprobs: Comparison | None, results) -> float:
     info = jnp.finfo(results[name].dtype)
     ulps = (FLOOR_ULPS_16_BIT if info.bits == 16 else FLOOR_ULPS) * float(info.eps)
     magnitude = float(found.magnitude)

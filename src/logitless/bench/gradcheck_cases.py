@@ -21,6 +21,7 @@ from logitless.bench.errors import BenchError
 from logitless.bench.records import append_records, commit_of_package, results_folder
 from logitless.gradcheck import GradcheckReport, gradcheck
 from logitless.heads import head as known_head
+from logitless.losses.linear_presets import linear_grpo_loss
 from logitless.losses.policy_presets import grpo_loss
 from logitless.ops.api import linear_logprobs, token_logprobs
 
@@ -42,7 +43,7 @@ class GradcheckCase:
         dtype: of hidden, lm_head and bias, or of the logits.
         layout: DV for a head [D, V], VD for [V, D].
         level: hidden checks linear_logprobs, logits checks token_logprobs.
-        implementation: the candidate, as linear_logprobs takes it.
+        implementation: the candidate, as linear_grpo_loss takes it (token_logprobs at the logits level).
         block_sizes: any of block_n, block_v, block_d.
         temperature: divides the logits.
         softcap: final softcap; the head's own unless given.
@@ -190,40 +191,37 @@ class ResolvedCase:
             arrays["bias"] = jax.ShapeDtypeStruct((self.vocab_size,), dtype)
         return arrays
 
-    def call(self, arrays: Mapping[str, Any], implementation: str) -> Any:
-        """Log-probabilities of the arrays by an implementation."""
+    def _options(self, implementation: str) -> dict[str, Any]:
         case = self.case
         options: dict[str, Any] = {
-            "mask": arrays["mask"],
             "temperature": case.temperature,
             "softcap": self.softcap,
             "logit_scale": self.logit_scale,
             "implementation": implementation,
             "block_sizes": (case.block_sizes or None) if implementation != "reference" else None,
         }
-        if case.level == "logits":
-            return token_logprobs(arrays["logits"], arrays["targets"], **options)
-        return linear_logprobs(
-            arrays["hidden"],
-            arrays["lm_head"],
-            arrays["targets"],
-            layout=case.layout,
-            bias=arrays.get("bias"),
-            **options,
-        )
+        return options if case.level == "logits" else options | {"layout": case.layout}
+
+    def call(self, arrays: Mapping[str, Any], implementation: str) -> Any:
+        """Log-probabilities of the arrays by an implementation."""
+        if self.case.level == "logits":
+            options = self._options(implementation)
+            return token_logprobs(arrays["logits"], arrays["targets"], mask=arrays["mask"], **options)
+        # One pass alone has none: without a gradient it is the forward pass of chunked.
+        options = self._options("chunked" if implementation == "one_pass" else implementation)
+        head = (arrays["hidden"], arrays["lm_head"], arrays["targets"])
+        return linear_logprobs(*head, bias=arrays.get("bias"), mask=arrays["mask"], **options)
 
     def loss(self, implementation: str, **arrays: Any) -> tuple[Any, Any]:
-        """The GRPO loss of those log-probabilities, and they."""
+        """The GRPO loss, as its caller would have it, and the log-probabilities."""
         logprobs = self.call(arrays, implementation)
-        out = grpo_loss(
-            logprobs,
-            arrays["old_logprobs"],
-            arrays["advantages"],
-            arrays["mask"],
-            kl_coef=self.case.kl_coef,
-            ref_logprobs=arrays.get("ref_logprobs"),
-        )
-        return out.loss, logprobs
+        rest = (arrays["old_logprobs"], arrays["advantages"], arrays["mask"])
+        kl: dict[str, Any] = {"kl_coef": self.case.kl_coef, "ref_logprobs": arrays.get("ref_logprobs")}
+        if self.case.level == "logits":
+            return grpo_loss(logprobs, *rest, **kl).loss, logprobs
+        head = (arrays["hidden"], arrays["lm_head"], arrays["targets"])
+        options: dict[str, Any] = self._options(implementation) | {"bias": arrays.get("bias")} | kl
+        return linear_grpo_loss(*head, *rest, **options).loss, logprobs
 
 
 def resolve(case: GradcheckCase) -> ResolvedCase:
