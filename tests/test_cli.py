@@ -210,3 +210,8 @@ assert "jax" not in sys.modules and "numpy" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_python_dash_m_is_the_command():
+    run = subprocess.run([sys.executable, "-m", "logitless", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("logitless ")

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "audit.py": FOUNDATION | {"_audit_axes", "_audit_hlo", "_audit_trace"},
     "plan.py": FOUNDATION,
     "source_audit.py": FOUNDATION,
+    "__main__.py": {"cli"},
     "losses/linear.py": FOUNDATION | {"losses", "ops"},
     "losses/linear_distillation.py": FOUNDATION | {"losses", "ops"},
     "ops": FOUNDATION | {"ops"},
