@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from logitless._arrays import accumulator
+from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
@@ -48,7 +48,7 @@ def linear_token_loss_one_pass(
     bias: Float[Array, " V"] | None,
     targets: Int[Array, " N"],
     mask: Bool[Array, " N"] | None,
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
@@ -60,7 +60,7 @@ def linear_token_loss_one_pass(
 def sum_of_token_losses(
     token_loss: TokenLoss,
     logprobs: Float[Array, " N"],
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     counts: Bool[Array, " N"] | None,
 ) -> Float[Array, ""]:
     """Sum over the tokens that count; what `token_loss` gives elsewhere reaches neither it nor a gradient."""
@@ -78,7 +78,7 @@ def linear_token_loss_two_pass(
     bias: Float[Array, " V"] | None,
     targets: Int[Array, " N"],
     mask: Bool[Array, " N"] | None,
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
@@ -98,21 +98,25 @@ _token_loss = jax.custom_vjp(_primal, nondiff_argnums=(7, 8))
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_loss_fwd(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss):
-    wanted = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    wanted = Differentiated.by(hidden, lm_head, bias)
     primals = (hidden, lm_head, bias, targets, mask, token_args, scalars)
     primals = values_of("linear_token_loss", primals, scalars, "one_pass")
     sweep = _sweep(primals, wanted, (options, token_loss))
     # In float32 until the cotangent is known: each gradient is rounded once.
     like = tuple(None if x is None else jnp.zeros((0,), x.dtype) for x in primals[:3])
-    return (sweep.loss, sweep.logprobs), (sweep.gradients, like)
+    # One tree, whatever is differentiated: see `Differentiated`.
+    gradients = tuple(y if x is None else x for x, y in zip(sweep.gradients, like, strict=True))
+    return (sweep.loss, sweep.logprobs), (gradients, like, wanted)
 
 
 def _token_loss_bwd(options, token_loss, residuals, cotangents):
-    gradients, like = residuals
+    gradients, like, wanted = residuals
     d_loss = cotangents[0]
     if isinstance(d_loss, SymbolicZero):
         return (None,) * 7
-    scaled = [None if x is None else (x * d_loss).astype(y.dtype) for x, y in zip(gradients, like, strict=True)]
+    flags = (wanted.hidden, wanted.lm_head, wanted.bias)
+    each = zip(gradients, like, flags, strict=True)
+    scaled = [(x * d_loss).astype(y.dtype) if flag else None for x, y, flag in each]
     return *scaled, None, None, None, None
 
 
@@ -212,6 +216,11 @@ def _pour(
     blocks: Int[Array, ""],
 ) -> Gradients:
     """Second walk over the vocabulary: adds what the kept logits give to each gradient that is wanted."""
+    unit = None
+    if common_dtype(h.dtype, head.lm_head.dtype) == jnp.float16:
+        # A loss scale has not come yet, and float16 holds no small numbers: the block's largest becomes about 2^14.
+        unit = _power_of_two(jnp.maximum(jnp.abs(terms.shared), jnp.abs(terms.target)))
+        terms = terms._replace(shared=terms.shared / unit, target=terms.target / unit)
 
     def step(i, gradients):
         columns = head.vocab.block(i)
@@ -223,21 +232,35 @@ def _pour(
         part = add_products(Gradients(gradients.hidden, None, None), d_x, h, w, rows, wanted, head.options)
         return Gradients(
             part.hidden,
-            _add(columns, gradients.lm_head, part.lm_head, head.v_axis),
-            _add(columns, gradients.bias, part.bias, 0),
+            _add(columns, gradients.lm_head, part.lm_head, unit, head.v_axis),
+            _add(columns, gradients.bias, part.bias, unit, 0),
         )
 
-    return lax.fori_loop(0, blocks, step, gradients)
+    gradients = lax.fori_loop(0, blocks, step, gradients)
+    if unit is not None and gradients.hidden is not None:
+        # No other block adds to these rows.
+        n_axis = 1 - head.v_axis
+        own_rows = rows.of(gradients.hidden, n_axis) * unit
+        gradients = gradients._replace(hidden=rows.put(gradients.hidden, own_rows, n_axis))
+    return gradients
 
 
-def _add(columns: VocabSlice, total: Array | None, part: Array | None, axis: int) -> Array | None:
+def _power_of_two(bounds: Float[Array, " n"]) -> Float[Array, ""]:
+    """The power of two in which the largest finite one of `bounds` is between 2^13 and 2^14: exact to divide by."""
+    _, exponent = jnp.frexp(jnp.max(jnp.where(jnp.isfinite(bounds), bounds, 0.0)))
+    return jnp.ldexp(jnp.ones((), bounds.dtype), jnp.clip(exponent - 14, -100, 100))
+
+
+def _add(
+    columns: VocabSlice, total: Array | None, part: Array | None, unit: Float[Array, ""] | None, axis: int
+) -> Array | None:
     if total is None or part is None:
         return None
-    return columns.put(total, columns.of(total, axis) + part, axis)
+    return columns.put(total, columns.of(total, axis) + (part if unit is None else part * unit), axis)
 
 
 def _seem_flat(
-    token_loss: TokenLoss, token_args: tuple[Float[Array, "..."], ...], count: int, dtype: np.dtype
+    token_loss: TokenLoss, token_args: tuple[Shaped[Array, "..."], ...], count: int, dtype: np.dtype
 ) -> Bool[Array, " N"]:
     """Tokens whose loss has no slope wherever it is probed: a group with zero advantage.
 
