@@ -58,7 +58,7 @@ def numpy_cross_entropy(hidden, lm_head, labels, *, layout, differentiate):
     targets = np.maximum(labels, 0)
     probs, rows, logprobs = _softmax(hidden, lm_head, targets, layout)
     loss = -(logprobs * counts).sum() / counts.sum()
-    d_logprobs = -counts / counts.sum()
+    d_logprobs = -1.0 * counts / counts.sum()
     return loss, _gradients(probs, rows, d_logprobs, hidden, lm_head, targets, layout, differentiate)
 
 

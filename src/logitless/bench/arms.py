@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,30 +11,7 @@ from logitless.bench.child import now_ms
 from logitless.bench.errors import BenchError
 from logitless.bench.inputs import labels_of
 from logitless.bench.peers import PEERS, Peer, left_out
-
-
-class Program(Protocol):
-    """A loss and its gradients in a framework that is not JAX, the inputs inside and on its device."""
-
-    def run(self) -> Any:
-        """Runs to the end and gives what `values` reads."""
-        ...
-
-    def step(self) -> float:
-        """Milliseconds of one run."""
-        ...
-
-    def loss(self, result: Any) -> float:
-        """The loss alone; copies nothing large."""
-        ...
-
-    def values(self, result: Any) -> dict[str, np.ndarray]:
-        """`loss`, `d_hidden` and `d_lm_head` in the dtypes and the layout of the case."""
-        ...
-
-    def device_peak_bytes(self) -> int | None:
-        """The most that was allocated on an accelerator, or None on a CPU."""
-        ...
+from logitless.bench.peers_torch import TorchProgram
 
 
 def require(arm: ArmConfig) -> None:
@@ -107,18 +84,16 @@ def logprobs_of(arm: ArmConfig, case: Case) -> Callable[..., Any] | None:
     return lambda hidden, lm_head, targets, mask: linear_logprobs(hidden, lm_head, targets, mask=mask, **options)
 
 
-def program_of(arm: ArmConfig, case: Case, arrays: dict[str, np.ndarray]) -> Program:
+def program_of(arm: ArmConfig, case: Case, arrays: dict[str, np.ndarray]) -> "TorchProgram | OwnProgram":
     """The program of an arm whose framework is not JAX."""
     peer = peer_of(arm)
     if peer is None:
         return OwnProgram(_own(arm), case, arrays)
-    from logitless.bench.peers_torch import TorchProgram
-
     return TorchProgram(peer.functions[case.loss], case, arrays)
 
 
 class OwnProgram:
-    """A function of the user's own over numpy arrays, in whatever framework."""
+    """A function of the user's own over numpy arrays, in whatever framework; has the methods of a TorchProgram."""
 
     def __init__(self, function: Callable[..., Any], case: Case, arrays: dict[str, np.ndarray]) -> None:
         # JAX's own dependency, which gives numpy its bfloat16.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from logitless.bench.cases import Case
+from logitless.bench.cases import DIFFERENTIATED, Case
 from logitless.bench.child import now_ms
 from logitless.bench.inputs import labels_of
 
@@ -38,7 +38,7 @@ class Batch:
 
 
 class TorchProgram:
-    """A peer's loss and gradients of one case; a `Program`."""
+    """A peer's loss and gradients of one case, its inputs inside and on the device."""
 
     def __init__(self, function: Callable[[Batch], Any], case: Case, arrays: dict[str, np.ndarray]) -> None:
         torch = importlib.import_module("torch")
@@ -66,8 +66,33 @@ class TorchProgram:
             mask=put(arrays["mask"], torch.float32),
             softcap=case.softcap,
         )
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Runs a few tokens: what is imported and compiled on a first run is no memory of the loss."""
+        batch, rows, positions, vocab = self._batch, 1, min(4, self._batch.targets.shape[1]), 64
+        leaves = [batch.hidden[:rows, :positions].detach(), batch.weight[:vocab].detach()]
+        moving = [
+            leaf.requires_grad_()
+            for leaf, name in zip(leaves, DIFFERENTIATED, strict=True)
+            if name in self._case.differentiate
+        ]
+        targets = batch.targets[:rows, :positions] % min(vocab, batch.weight.shape[0])
+        small = Batch(
+            torch=batch.torch,
+            hidden=leaves[0],
+            weight=leaves[1],
+            targets=targets,
+            labels=targets.flatten(),
+            old_logprobs=batch.old_logprobs[:rows, :positions],
+            advantages=batch.advantages[:rows],
+            mask=batch.mask[:rows, :positions],
+            softcap=batch.softcap,
+        )
+        self._torch.autograd.grad(self._function(small), moving)
 
     def run(self) -> tuple[Any, tuple[Any, ...]]:
+        """Runs to the end; gives what `loss` and `values` read."""
         loss = self._function(self._batch)
         gradients = self._torch.autograd.grad(loss, self._leaves)
         if self._device.type == "cuda":
@@ -75,6 +100,7 @@ class TorchProgram:
         return loss.detach(), gradients
 
     def step(self) -> float:
+        """Milliseconds of one run."""
         if self._device.type == "cpu":
             start = now_ms()
             self.run()
@@ -87,9 +113,11 @@ class TorchProgram:
         return start.elapsed_time(end)
 
     def loss(self, result: tuple[Any, tuple[Any, ...]]) -> float:
+        """The loss alone; copies nothing large."""
         return float(result[0])
 
     def values(self, result: tuple[Any, tuple[Any, ...]]) -> dict[str, np.ndarray]:
+        """`loss`, `d_hidden` and `d_lm_head` as far as they are wanted, in the case's dtype and layout."""
         # JAX's own dependency, which gives numpy its bfloat16.
         import ml_dtypes
 
@@ -104,6 +132,7 @@ class TorchProgram:
         return values
 
     def device_peak_bytes(self) -> int | None:
+        """The most that was allocated on a GPU, or None on a CPU."""
         return None if self._device.type == "cpu" else int(self._torch.cuda.max_memory_allocated())
 
 

@@ -99,7 +99,7 @@ def _bars(records: Sequence[Record], quantities: Sequence[str]) -> Any:
 
 def _lines(records: Sequence[Record]) -> Any:
     """Temp memory and time against N, a line for each arm and kind of case."""
-    figure = _figure(10, 4)
+    figure = _figure(10.0, 4.0)
     panels = figure.subplots(1, 2)
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:

@@ -128,7 +128,7 @@ def _show(config: BenchConfig, records: list[dict[str, Any]], folder: Path) -> N
     console = Console()
     if not console.is_terminal:
         # Into a file or a pipe: wide enough for a row on one line.
-        console.width = 140
+        console.width = 180
     console.print(terminal_table(records))
     for line in plain_words(records):
         console.print(line, highlight=False, soft_wrap=True)
