@@ -109,9 +109,9 @@ def test_a_case_takes_the_first_sequences_of_a_larger_file():
         sequences_of(100, (160, 64))
 
 
-def arrays_of(tmp_path, case, **changes):
-    sizes = {"tokens": 64, "sequences": 4, "hidden_size": 32, "vocab_size": 500, "seed": 1}
-    write_npz(tmp_path / "inputs.npz", random_arrays(**(sizes | changes)))
+def arrays_of(tmp_path, case, noise=1.0):
+    arrays = random_arrays(tokens=64, sequences=4, hidden_size=32, vocab_size=500, seed=1, noise=noise)
+    write_npz(tmp_path / "inputs.npz", arrays)
     return load_arrays(tmp_path / "inputs.npz", case)
 
 

@@ -245,6 +245,29 @@ def test_a_config_for_a_gpu_is_skipped_without_one(platform, monkeypatch, capsys
 
 
 @pytest.mark.slow
+def test_a_config_for_a_gpu_makes_its_inputs_on_the_device_and_runs_one_arm_at_a_time(monkeypatch):
+    # Its every step but those of the GPU itself.
+    monkeypatch.setattr(run, "_platform", lambda config: "gpu")
+    config = BenchConfig(
+        name="big",
+        arms=(ArmConfig("reference"), ArmConfig("chunked")),
+        tokens=(24,),
+        hidden_size=16,
+        vocab_size=301,
+        dtype="bfloat16",
+        device="gpu",
+        off_policy=0.25,
+        repetitions=2,
+        plot=False,
+    )
+    assert run_bench(config) == 0
+    for record in read_records(Path("results/big.jsonl")):
+        assert record["gates"]["gradcheck"]["oracle_dtype"] == "float32" and record["in_turns"] is False
+        assert record["numbers"]["device_peak_bytes"] is None and len(record["numbers"]["times_ms"]) == 2
+        assert record["case"]["no_gradient"] == 0.0
+
+
+@pytest.mark.slow
 def test_the_platform_is_asked_in_a_child():
     config = BenchConfig(name="x", arms=(ArmConfig("reference"),), tokens=(8,), hidden_size=4, vocab_size=9)
     assert run._platform(config) == "cpu"

@@ -185,7 +185,7 @@ def _gates(case: Case, arm: ArmConfig, report: Any, *, holds_logits: bool | None
 
 
 def _oracle_dtype(case: Case) -> str:
-    """A TPU has no float64, and 80 GB hold no float64 logits of the sizes that need a GPU."""
+    """A TPU has no float64, and 80 GB do not hold the float64 logits of the largest sizes that need a GPU."""
     import jax
 
     return "float32" if jax.default_backend() == "tpu" or case.device == "gpu" else "float64"
