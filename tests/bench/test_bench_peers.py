@@ -5,6 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,8 +14,9 @@ from logitless.bench.arms import OwnProgram, framework_of, program_of, why_left_
 from logitless.bench.cases import ArmConfig, BenchConfig, Case
 from logitless.bench.errors import BenchError
 from logitless.bench.hidden_states import write_npz
-from logitless.bench.inputs import load_arrays, random_arrays
+from logitless.bench.inputs import as_arrays, load_arrays, random_arrays
 from logitless.bench.measure import check
+from logitless.bench.oracle import plain_loss
 from logitless.bench.peers import PEERS
 from logitless.bench.records import read_records
 from logitless.bench.run import run_bench
@@ -174,6 +176,23 @@ def test_torch_gives_its_arrays_in_the_layout_and_dtype_of_the_case(inputs, chan
     assert program.step() > 0 and program.device_peak_bytes() is None
 
 
+def test_rounded_logits_widen_the_budget_in_16_bits_and_never_move_the_oracle(inputs):
+    def run(dtype, **options):
+        return float(jax.jit(lambda a: plain_loss(**a, layout="VD", **options)[0])(as_arrays(arrays, dtype)))
+
+    arrays = load_arrays(inputs, CASE)
+    assert abs(run("bfloat16", rounds_logits=True) - run("bfloat16")) > 1e-4
+    assert run("float32", rounds_logits=True) == run("float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "cross_entropy"])
+def test_torch_in_bfloat16_is_judged_by_plain_jnp_with_logits_of_16_bits(inputs, loss):
+    pytest.importorskip("torch", reason="pip install torch==2.13.0")
+    answer = check(dataclasses.replace(CASE, dtype="bfloat16", loss=loss), ArmConfig("torch"), inputs)
+    assert answer["refused"] is None and answer["gates"]["rounds_logits"] is True
+
+
 def test_a_program_of_ones_own_gets_numpy_arrays_and_the_softcap_of_the_case(inputs):
     given = {}
 
@@ -240,7 +259,9 @@ def test_a_config_for_a_gpu_is_skipped_without_one(platform, monkeypatch, capsys
     config = BenchConfig(name="big", arms=(ArmConfig("reference"),), tokens=(8192,), heads=("qwen3-8b",), device="gpu")
     assert run_bench(config) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("skipped: big needs an NVIDIA GPU of 80 GB") and line.endswith(f"here is {platform}")
+    assert line.startswith("skipped: big needs an NVIDIA GPU of 80 GB and jax[cuda13]") and line.endswith(
+        f"here is {platform}"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

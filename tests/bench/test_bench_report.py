@@ -67,6 +67,11 @@ def test_the_sentence_says_loss_gradients_memory_and_time():
     ]
 
 
+def test_a_loss_that_differs_in_what_is_shown_is_not_called_the_same():
+    (sentence,) = plain_words([RUN[0], record("torch", loss=0.1239)])
+    assert "loss within budget (0.1239 vs 0.1235)" in sentence and "same" not in sentence
+
+
 def test_a_refused_arm_shows_its_reason_and_no_number():
     run = [RUN[0], record("wrong", reason="gradcheck: d_lm_head: error 2")]
     table = markdown_table(run)

@@ -46,7 +46,9 @@ def plain_logprobs(
     wide = accumulator(hidden.dtype)
     logits = jnp.matmul(hidden, head, precision=jax.lax.Precision.HIGHEST, preferred_element_type=wide)
     if rounds_logits:
-        logits = logits.astype(hidden.dtype).astype(wide)
+        # A pair of casts does not do: XLA on a CPU drops it as excess precision.
+        kept = jnp.finfo(hidden.dtype)
+        logits = jax.lax.reduce_precision(logits, exponent_bits=kept.nexp, mantissa_bits=kept.nmant)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]

@@ -80,8 +80,8 @@ def run_bench(config: BenchConfig) -> int:
         require(arm)
     console = Console(stderr=True)
     if config.device == "gpu" and (platform := _platform(config)) != "gpu":
-        line = f"skipped: {config.name} needs an NVIDIA GPU of 80 GB and jax[cuda]; JAX's device here is {platform}"
-        Console().print(line, highlight=False, soft_wrap=True)
+        line = f"skipped: {config.name} needs an NVIDIA GPU of 80 GB and jax[cuda13]; JAX's device here is {platform}"
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
     groups = _groups(config, console)
     folder = results_folder(config.results)
@@ -118,7 +118,8 @@ def _groups(config: BenchConfig, console: Console) -> list[_Group]:
                 for arm, reason in reasons:
                     if reason is not None and (arm.label, reason) not in said:
                         said.add((arm.label, reason))
-                        console.print(f"{arm.label} is left out: {reason}", highlight=False, soft_wrap=True)
+                        line = f"{arm.label} is left out: {reason}"
+                        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not any(group.entries for group in groups):
         raise BenchError(f"no arm of {config.name} can run here; install what the lines above name")
     return groups
