@@ -11,6 +11,7 @@ from logitless.bench.report import Record, caption, duration, factor, kind, kind
 
 IMAGE = re.compile(r"\]\((?P<path>(?:[\w.-]+/)*(?P<name>[\w.-]+)_(?P<what>time|memory)\.png)\)")
 COLORS = {"jax": "tab:blue", "torch": "tab:orange", "host": "tab:green"}
+FRAMEWORKS = {"jax": "JAX", "torch": "torch", "host": "other"}
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -48,8 +49,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, records: Sequence[Record], path: Path) -> None:
-    words, _, rest = caption(records).partition("; ")
-    figure.suptitle(f"{records[0]['name']}: {words}\n{rest}", fontsize=7)
+    lines = caption(records).replace("; ", "\n")
+    figure.suptitle(f"{records[0]['name']}: {lines}", fontsize=7)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     replace_file(path, png.getvalue())
@@ -85,11 +86,14 @@ def _bars(records: Sequence[Record], quantities: Sequence[str]) -> Any:
             read, label = BARS[quantity]
             values = [read(record) for record in group]
             names = [record["arm"]["name"] for record in group]
-            colors = [COLORS[record["arm"].get("framework", "jax")] for record in group]
-            bars = axes.barh(names, [value for value, _ in values], color=colors)
+            frameworks = [record["arm"].get("framework", "jax") for record in group]
+            bars = axes.barh(names, [value for value, _ in values], color=[COLORS[name] for name in frameworks])
+            if len(set(frameworks)) > 1:
+                one_of_each = {FRAMEWORKS[name]: bar for name, bar in zip(frameworks, bars, strict=True)}
+                axes.legend(one_of_each.values(), one_of_each.keys(), fontsize=7)
             axes.bar_label(bars, [text for _, text in values], padding=3, fontsize=8)
             axes.invert_yaxis()
-            axes.margins(x=0.3)
+            axes.margins(x=0.45)
             axes.set_xlim(left=0)
             axes.set_xlabel(label, fontsize=8)
             title = kind_in_words(group[0]) if group else "no arm has numbers"
