@@ -62,8 +62,9 @@ JOBS = {
 Runs the loss and its gradients by several implementations, each in a process of its own, and shows time and
 memory. No number is shown before the implementation passed gradcheck and audit. Appends a record to results/.
 
-example:
-  logitless bench configs/quickstart.yaml""",
+examples:
+  logitless bench configs/quickstart.yaml
+  logitless bench report README.md results   # tables and plots of a page, anew from the records""",
         _bench,
     ),
     "gradcheck": _Job(
@@ -121,6 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: str, words: list[str]) -> int:
     program = f"logitless {command}"
+    if command == "bench" and words[:1] == ["report"]:
+        from logitless.bench.report import main as report
+
+        return report(words[1:])
     if any(word in ("-h", "--help") for word in words):
         _parser(command).print_help()
         return 0

@@ -6,6 +6,7 @@ the same numbers in float64, and the candidate may spend `factor` times the erro
 units in the last place.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -290,6 +291,32 @@ def gradcheck(
         The budget of the tests of Apple's ml-cross-entropy. Departures: the loss and every gradient are judged, by
         their elements.
     """
+    observe = functools.partial(_observe, candidate)
+    given = (floors or {}, gates or {}, block_sizes or {})
+    return _judge(observe, plain, args, differentiate, oracle_dtype, factor, *given)
+
+
+def gradcheck_values(
+    values: Mapping[str, Array],
+    plain: LossAndLogprobs,
+    args: Mapping[str, Array],
+    *,
+    differentiate: Sequence[str] | None = None,
+    oracle_dtype: str = "float64",
+) -> GradcheckReport:
+    """`gradcheck` of a loss and gradients (`loss`, `d_hidden`, ...) that another framework computed, by the same rule.
+
+    Log-probabilities are not among them: those of `plain` stand in, for the floors.
+    """
+
+    def observe(args, names, expected, from_plain):
+        observed = {name: jnp.asarray(value) for name, value in values.items()}
+        return _comparable(observed | {"logprobs": from_plain["logprobs"]}, args, names, expected)
+
+    return _judge(observe, plain, args, differentiate, oracle_dtype, 2.0, {}, {}, {})
+
+
+def _judge(observe, plain, args, differentiate, oracle_dtype, factor, floors, gates, block_sizes) -> GradcheckReport:
     names = _check_names(args, differentiate, oracle_dtype, factor)
     args = {name: jnp.asarray(value) for name, value in args.items()}
     expected = _shapes(plain, args)
@@ -297,23 +324,22 @@ def gradcheck(
         raise ValueError(f"gradcheck: plain gave {expected}; it must give (loss, logprobs), the loss a scalar")
     keys = {b.key for b in (_empty(name) for name in _quantities(names))}
     relative = {b.relative_key for b in (_empty(name) for name in _quantities(names))} - {None}
-    _check_keys("floors", floors or {}, keys)
-    _check_keys("gates", gates or {}, keys | relative)
+    _check_keys("floors", floors, keys)
+    _check_keys("gates", gates, keys | relative)
 
-    from_candidate, problems = _observe(candidate, args, names, expected)
     from_plain = values_and_grads(plain, args, names)
+    from_candidate, problems = observe(args, names, expected, from_plain)
     pairs = {name: (from_candidate[name], from_plain[name]) for name in from_plain if name in from_candidate}
     compared = against_oracle(plain, args, names, pairs, oracle_dtype, factor)
     results = {name: from_plain[name] for name in _quantities(names)}
-    budgets = _budgets(compared, results, problems, floors or {}, factor)
     return GradcheckReport(
-        budgets=budgets,
+        budgets=_budgets(compared, results, problems, floors, factor),
         loss_ref=float(compared["oracle loss"]),
         loss_kernel=float(from_candidate["loss"]) if "loss" in from_candidate else math.nan,
-        gates=dict(gates or {}),
+        gates=dict(gates),
         vocab=_vocab(args),
         tokens=math.prod(expected[1].shape),
-        block_sizes=dict(block_sizes or {}),
+        block_sizes=dict(block_sizes),
         oracle_dtype=oracle_dtype,
     )
 
@@ -353,23 +379,24 @@ def _shapes(function: LossAndLogprobs, args: Mapping[str, jax.Array]) -> tuple[j
     return tuple(jax.eval_shape(lambda values: tuple(function(**values)), dict(args)))
 
 
-def _observe(candidate, args, names, expected) -> tuple[dict[str, jax.Array], dict[str, str]]:
+def _observe(candidate, args, names, expected, _) -> tuple[dict[str, jax.Array], dict[str, str]]:
     """The candidate's arrays that can be compared, and what is wrong with the others."""
-    problems = {}
     given = _shapes(candidate, args)
     if len(given) != 2 or given[0].shape != ():
         problem = f"the candidate gave shapes {[x.shape for x in given]}; it must give (scalar loss, logprobs)"
         return {}, dict.fromkeys(_quantities(names), problem)
-    observed = values_and_grads(candidate, args, names)
+    return _comparable(values_and_grads(candidate, args, names), args, names, expected)
+
+
+def _comparable(observed, args, names, expected) -> tuple[dict[str, jax.Array], dict[str, str]]:
+    problems = {}
     wanted = {"loss": expected[0], "logprobs": expected[1]} | {f"d_{name}": args[name] for name in names}
     for name, want in wanted.items():
-        got = observed[name]
-        if got.shape != want.shape or got.dtype != want.dtype:
-            problems[name] = (
-                f"the candidate gave {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} is due"
-            )
-            del observed[name]
-    return observed, problems
+        got = observed.get(name)
+        if got is None or got.shape != want.shape or got.dtype != want.dtype:
+            given = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
+            problems[name] = f"the candidate gave {given} where {want.dtype}{list(want.shape)} is due"
+    return {name: array for name, array in observed.items() if name not in problems}, problems
 
 
 def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
@@ -379,12 +406,11 @@ def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
         if name in problems or found is None:
             budgets.append(_empty(name, problems.get(name)))
             continue
-        floor = _default_floor(name, found, compared.get("logprobs"), results)
         budget = Budget(
             name=name,
             candidate_error=float(found.candidate_error),
             plain_error=float(found.plain_error),
-            floor=floor,
+            floor=_default_floor(name, found, compared.get("logprobs"), results),
             factor=factor,
             magnitude=float(found.magnitude),
             worst=Worst(
@@ -398,7 +424,8 @@ def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
         row = compared["rows"].get(name) if budget.key not in floors else None
         if row is not None:
             budget = replace(budget, row=Row(int(row["place"]), *(float(row[key]) for key in Row._fields[1:])))
-        budgets.append(_with_floor(budget, floors.get(budget.key)))
+        floor = floors.get(budget.key)
+        budgets.append(budget if floor is None else replace(budget, floor=floor))
     return tuple(budgets)
 
 
@@ -412,10 +439,6 @@ def _default_floor(name: str, found: Comparison, logprobs: Comparison | None, re
         # An error of a log-probability is as large a relative error of the softmax, and so of every gradient.
         ulps = max(ulps, FLOOR_ULPS * float(jnp.finfo(results["logprobs"].dtype).eps) * float(logprobs.magnitude))
     return ulps * magnitude + float(info.smallest_subnormal)
-
-
-def _with_floor(budget: Budget, floor: float | None) -> Budget:
-    return budget if floor is None else replace(budget, floor=floor)
 
 
 def _vocab(args: Mapping[str, Array]) -> int | None:

@@ -9,17 +9,18 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from logitless.bench.cases import (
-    ArmConfig,
-    BenchConfig,
-    Case,
+from logitless.bench.cases import ArmConfig, BenchConfig, Case, cases_of, known_head
+from logitless.bench.errors import BenchError
+from logitless.bench.hidden_states import write_npz
+from logitless.bench.inputs import (
+    as_arrays,
+    device_logprobs,
     load_arrays,
-    plain_loss,
+    numpy_logprobs,
     random_arrays,
     sequences_of,
 )
-from logitless.bench.errors import BenchError
-from logitless.bench.hidden_states import write_npz
+from logitless.bench.oracle import plain_loss, share_without_gradient
 
 GOOD = BenchConfig(name="good", arms=(ArmConfig("reference"),), tokens=(24,), hidden_size=8, vocab_size=50)
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -38,7 +39,17 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ({"timeout_s": 0.0}, "timeout_s is 0"),
         ({"masked_fractions": ()}, "masked_fractions is empty"),
         ({"masked_fractions": (1.0,)}, "masked_fractions holds 1.0"),
-        ({"hidden_size": None}, "needs hidden_size and vocab_size"),
+        ({"hidden_size": None}, "needs heads, or both hidden_size and vocab_size"),
+        ({"heads": ("gpt2",)}, "not both"),
+        ({"heads": ("gpt3",), "hidden_size": None, "vocab_size": None}, "no model named 'gpt3'; nearest known: gpt2"),
+        ({"heads": ("granite-3.1-2b",), "hidden_size": None, "vocab_size": None}, "whose logits are scaled"),
+        ({"losses": ()}, "losses is empty"),
+        ({"losses": ("grpo", "grpo")}, "name each once"),
+        ({"differentiate": ()}, "differentiate is empty"),
+        ({"zero_advantage_fractions": (-0.5,)}, "zero_advantage_fractions holds -0.5"),
+        ({"off_policy": 0.5}, "off_policy is 0.5; give 1, or from 0 to 0.3"),
+        ({"arms": (ArmConfig("torch", framework="host"),)}, "those are for module:function"),
+        ({"arms": (ArmConfig("a:b", block_sizes={"block_n": 8}),)}, "block_sizes are for named implementations"),
         ({"vocab_size": 1}, "must be positive"),
         ({"sequences": 0}, "sequences is 0"),
         ({"inputs": "smollm2"}, "are SmolLM2's own"),
@@ -49,7 +60,10 @@ def test_a_config_that_cannot_run_says_why(change, words):
         dataclasses.replace(GOOD, **change)
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "bench_chunked_cpu.yaml"])
+BENCHES = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name.startswith(("bench_", "quickstart")))
+
+
+@pytest.mark.parametrize("name", BENCHES)
 def test_the_shipped_configs_are_valid(name):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(BenchConfig)
@@ -93,3 +107,48 @@ def test_a_case_takes_the_first_sequences_of_a_larger_file():
         sequences_of(20480, (160, 64))
     with pytest.raises(BenchError, match="come in sequences of 64"):
         sequences_of(100, (160, 64))
+
+
+def arrays_of(tmp_path, case, noise=1.0):
+    arrays = random_arrays(tokens=64, sequences=4, hidden_size=32, vocab_size=500, seed=1, noise=noise)
+    write_npz(tmp_path / "inputs.npz", arrays)
+    return load_arrays(tmp_path / "inputs.npz", case)
+
+
+def test_little_noise_between_the_policies_clips_no_token(tmp_path):
+    case = Case("random", 64, "float32", "VD", 0.0, 1)
+    assert share_without_gradient(as_arrays(arrays_of(tmp_path, case), "float32"), case) > 0
+    near = arrays_of(tmp_path, case, noise=0.25)
+    assert share_without_gradient(as_arrays(near, "float32"), case) == 0
+    _, logprobs = plain_loss(**as_arrays(near, "float32"), layout="VD")
+    assert 0.01 < np.abs(np.asarray(logprobs) - near["old_logprobs"]).max() < 0.15
+
+
+def test_sequences_of_advantage_zero_are_not_masked_and_have_no_gradient(tmp_path):
+    case = Case("random", 64, "float32", "VD", 0.0, 1, zero_advantage_fraction=0.5)
+    arrays = arrays_of(tmp_path, case, noise=0.25)
+    assert (arrays["advantages"] == 0).sum() == 2 and arrays["mask"].all()
+    assert share_without_gradient(as_arrays(arrays, "float32"), case) == 0.5
+    plain = dataclasses.replace(case, loss="cross_entropy", masked_fraction=0.25)
+    assert share_without_gradient(as_arrays(arrays_of(tmp_path, plain), "float32"), plain) == 0.25
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_log_probabilities_of_the_inputs_are_the_same_from_numpy_and_from_the_device(softcap):
+    arrays = random_arrays(tokens=16, sequences=2, hidden_size=8, vocab_size=99, seed=0)
+    given = (arrays["hidden"].reshape(16, 8), arrays["lm_head"], arrays["targets"].reshape(-1))
+    from_numpy = numpy_logprobs(*given, softcap)
+    np.testing.assert_allclose(device_logprobs(*given, softcap), from_numpy, rtol=1e-5)
+    assert softcap is None or np.abs(from_numpy - numpy_logprobs(*given, None)).max() > 0.1
+
+
+def test_a_head_by_name_gives_its_sizes_and_its_softcap():
+    config = dataclasses.replace(GOOD, heads=("gemma-2-2b",), hidden_size=None, vocab_size=None)
+    (case,) = cases_of(config, 24, "grpo", known_head("gemma-2-2b"))
+    assert (case.head, case.softcap, case.loss) == ("gemma-2-2b", 30.0, "grpo")
+
+
+def test_an_advantage_of_zero_makes_no_case_of_cross_entropy():
+    config = dataclasses.replace(GOOD, zero_advantage_fractions=(0.0, 0.5), masked_fractions=(0.0, 0.5))
+    assert len(cases_of(config, 24, "grpo")) == 4
+    assert [case.masked_fraction for case in cases_of(config, 24, "cross_entropy")] == [0.0, 0.5]

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from logitless import cli
 from logitless.bench.errors import BenchError
+from logitless.bench.plots import draw_images, plot
 from logitless.bench.report import (
     duration,
     main,
     markdown_table,
     plain_words,
-    plot,
     size,
     terminal_table,
     with_tables,
@@ -66,6 +67,11 @@ def test_the_sentence_says_loss_gradients_memory_and_time():
     ]
 
 
+def test_a_loss_that_differs_in_what_is_shown_is_not_called_the_same():
+    (sentence,) = plain_words([RUN[0], record("torch", loss=0.1239)])
+    assert "loss within budget (0.1239 vs 0.1235)" in sentence and "same" not in sentence
+
+
 def test_a_refused_arm_shows_its_reason_and_no_number():
     run = [RUN[0], record("wrong", reason="gradcheck: d_lm_head: error 2")]
     table = markdown_table(run)
@@ -96,9 +102,61 @@ def test_the_terminal_table_names_commit_device_and_date():
         assert words in text
 
 
+def other(arm: str, loss: str = "cross_entropy", head: str | None = None, **numbers):
+    """A record of today: with a loss, perhaps a head, and an arm of torch."""
+    made = record(arm, temp_bytes=None, temp_ratio=None, peak_ratio=0.5, **numbers)
+    made["case"] |= {"loss": loss, "head": head, "no_gradient": 0.25, "differentiate": ["hidden"]}
+    made["gates"] |= {"holds_logits": None, "rounds_logits": True}
+    made["arm"]["framework"] = "torch"
+    return made | {"peer": {"torch": "2.13.0"}}
+
+
+def test_losses_heads_and_arms_outside_jax_have_their_place_in_the_table():
+    run = [RUN[0], other("torch", head="gpt2")]
+    table = markdown_table(run).splitlines()
+    assert table[0].startswith("| tokens | head | loss | masked | no gradient | arm | time |")
+    assert table[2].startswith("| 64 |  | GRPO | 25% |  | reference | 100 ms (1.00x) |")
+    assert table[3] == (
+        "| 64 | gpt2 | cross-entropy | 25% | 25% | torch | 100 ms (1.00x) | 90 ms to 110 ms |  "
+        "| 1 GB (+900 MB) | 50% (logits rounded) | not audited |"
+    )
+    assert "GRPO or cross-entropy loss" in table[-1] and "torch 2.13.0" in table[-1]
+    assert "no gradient" not in markdown_table(RUN) and "head" not in markdown_table(RUN).splitlines()[0]
+
+
+def test_the_sentence_names_the_loss_and_compares_with_the_baseline_of_its_own_kind():
+    baseline = other("reference", peak_bytes=2 * 10**9) | {"arm": {"name": "reference", "baseline": True}}
+    assert list(plain_words([*RUN, baseline, other("torch")]))[1:] == [
+        "torch, 64 tokens, cross-entropy: same loss (0.1235 vs 0.1235), gradients within budget, "
+        "0.47x the memory on top of the inputs, 1.00x the time of reference"
+    ]
+    assert "no ratio, for the first arm has no number" in list(plain_words([RUN[0], other("torch")]))[0]
+
+
+def test_a_page_gets_the_plots_that_it_shows(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="plots: pip install 'logitless[bench]'")
+    run = [*RUN, other("torch"), record("wrong", reason="x")]
+    (tmp_path / "toy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
+    page = tmp_path / "README.md"
+    page.write_text(PAGE + "![time](docs/toy_time.png) ![memory](docs/toy_memory.png) ![other](docs/logo.png)\n")
+    assert cli.main(["bench", "report", str(page), str(tmp_path)]) == 0
+    drawn = sorted((tmp_path / "docs").iterdir())
+    assert [path.name for path in drawn] == ["toy_memory.png", "toy_time.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert "docs/toy_time.png" in capsys.readouterr().out
+    with pytest.raises(BenchError, match="cannot read"):
+        draw_images("![x](gone_time.png)", tmp_path, tmp_path)
+
+
+def test_the_command_for_reports_says_how_it_is_called(capsys):
+    assert cli.main(["bench", "report", "--help"]) == 2
+    assert "usage: logitless bench report" in capsys.readouterr().err
+
+
 def test_the_plot_is_a_png_and_survives_a_run_without_numbers(tmp_path):
     pytest.importorskip("matplotlib", reason="plots: pip install 'logitless[bench]'")
-    runs = [RUN + [record(arm, tokens=128) for arm in ("reference", "chunked")], [record("wrong", reason="x")]]
+    larger = [record(arm, tokens=128) for arm in ("reference", "chunked")]
+    runs = [RUN + larger, RUN, [*RUN, other("torch")], [record("wrong", reason="x")]]
     for run in runs:
         plot(run, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 """A bench end to end, with child processes as a user gets them, at sizes that take seconds."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from logitless import heads
 from logitless.bench.cases import ArmConfig, BenchConfig
 from logitless.bench.errors import BenchError
 from logitless.bench.records import read_records
@@ -44,6 +46,7 @@ def test_named_implementations_get_numbers_a_record_and_a_plot(capsys):
         assert numbers["temp_bytes"] >= 0 and numbers["peak_bytes"] >= numbers["baseline_bytes"] // 2 > 0
         assert record["gates"]["gradcheck"]["ok"] is True
         assert record["case"]["vocab_size"] == 301
+        assert record["case"]["no_gradient"] >= record["case"]["masked"] and record["in_turns"] is True
         assert {"commit", "dirty", "date", "device", "jax", "jaxlib", "python"} <= record.keys()
     assert [record["case"]["masked"] for record in records] == [0.0, 0.0, 0.5, 0.5]
     text = capsys.readouterr().out
@@ -51,6 +54,26 @@ def test_named_implementations_get_numbers_a_record_and_a_plot(capsys):
     assert str(Path.cwd()) not in Path("results/tiny.jsonl").read_text()
     assert sorted(path.name for path in Path("results").iterdir()) == ["tiny.jsonl", "tiny.png"]
     assert Path("results/tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_both_losses_of_a_frozen_head_by_model_with_idle_sequences(monkeypatch):
+    small = dataclasses.replace(heads.head("gemma-2-2b"), hidden_size=16, vocab_size=301)
+    monkeypatch.setitem(heads.HEADS, "gemma-2-2b", small)
+    changes = {"hidden_size": None, "vocab_size": None, "heads": ("gemma-2-2b",), "differentiate": ("hidden",)}
+    changes |= {"losses": ("grpo", "cross_entropy"), "zero_advantage_fractions": (0.0, 0.5), "off_policy": 0.25}
+    config = tiny("chunked", plot=False, repetitions=1, **changes)
+    assert run_bench(config) == 0
+    records = read_records(Path("results/tiny.jsonl"))
+    assert [(r["case"]["loss"], r["case"]["no_gradient"]) for r in records] == [
+        ("grpo", 0.0),
+        ("grpo", 0.5),
+        ("cross_entropy", 0.0),
+    ]
+    for record in records:
+        assert (record["case"]["head"], record["case"]["softcap"]) == ("gemma-2-2b", 30.0)
+        assert "dlm_head_max_abs" not in record["gates"]["gradcheck"]
+    assert records[1]["numbers"]["time_ratio_to_first_fraction"] > 0
 
 
 @pytest.mark.slow

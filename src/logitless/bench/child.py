@@ -37,8 +37,9 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
-            # The last line of a traceback is then the exception and not JAX's note about hidden frames.
-            env=os.environ | {"JAX_TRACEBACK_FILTERING": "off"},
+            # The last line of a traceback is then the exception and not JAX's note about hidden frames, and a GPU
+            # that JAX shares with torch is not taken whole.
+            env=os.environ | {"JAX_TRACEBACK_FILTERING": "off", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             # Ctrl-C reaches the parent alone, which then ends its children quietly.
             start_new_session=True,
         )

@@ -1,10 +1,10 @@
-"""Shows the records of a bench: a table on the terminal, a sentence, a plot, and the tables of the README.
+"""Shows the records of a bench: a table on the terminal, sentences, and the tables and plots of the README.
 
-`python -m logitless.bench.report README.md results` rewrites each table between `<!-- bench:NAME -->` and
-`<!-- /bench:NAME -->` from `results/NAME.jsonl`.
+`logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
+table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from `results/NAME.jsonl`, and draws each image that the
+page shows as `NAME_time.png` or `NAME_memory.png`.
 """
 
-import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,18 +18,9 @@ from logitless.bench.records import latest_run, read_records, replace_file
 
 Record = dict[str, Any]
 
-HEADERS = (
-    "tokens",
-    "masked",
-    "arm",
-    "time",
-    "quartiles",
-    "temp memory",
-    "peak resident",
-    "budget spent",
-    "holds logits",
-)
 MARKED = re.compile(r"(<!-- bench:(?P<name>[\w.-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
+LOSSES = {"grpo": "GRPO", "cross_entropy": "cross-entropy"}
+USAGE = "usage: logitless bench report [README.md [results]]"
 
 
 def size(bytes_: float | int | None) -> str:
@@ -57,23 +48,98 @@ def factor(ratio: float) -> str:
     return f"{ratio:.2g}x" if ratio < 0.1 else f"{ratio:.2f}x"
 
 
+def kind(record: Record) -> tuple[str, str | None, float, float]:
+    """What makes two records of one size comparable: loss, head, masked share, share of advantages of 0."""
+    case = record["case"]
+    return (
+        # A record from before there were several losses.
+        case.get("loss", "grpo"),
+        case.get("head"),
+        case["masked_fraction"],
+        case.get("zero_advantage_fraction", 0.0),
+    )
+
+
+def kind_in_words(record: Record) -> str:
+    loss, head, masked, idle = kind(record)
+    words = [LOSSES[loss], *([head] if head else [])]
+    words += [f"{masked:.0%} masked"] if masked else []
+    return ", ".join(words + ([f"{idle:.0%} with advantage 0"] if idle else []))
+
+
+def memory_on_top(numbers: dict[str, Any]) -> int:
+    """What one run takes beside its inputs in RAM; the most in use, inputs included, on an accelerator."""
+    device = numbers.get("device_peak_bytes")
+    return numbers["peak_bytes"] - numbers["baseline_bytes"] if device is None else device
+
+
 def _spent(record: Record) -> str:
     spent = [value for key, value in record["gates"]["gradcheck"].items() if key.endswith("/spent")]
-    return f"{max(map(float, spent)):.0%}"
+    rounded = " (logits rounded)" if record["gates"].get("rounds_logits") else ""
+    return f"{max(map(float, spent)):.0%}{rounded}"
 
 
-def _cells(record: Record) -> tuple[str, ...]:
-    case, numbers = record["case"], record["numbers"]
-    masked = f"{case.get('masked', case['masked_fraction']):.0%}"
-    head = (str(case["tokens"]), masked, record["arm"]["name"])
-    holds = "" if record["gates"] is None else "yes" if record["gates"]["holds_logits"] else "no"
+def _holds_logits(record: Record) -> str:
+    if record["gates"] is None:
+        return ""
+    return {None: "not audited", True: "yes", False: "no"}[record["gates"]["holds_logits"]]
+
+
+def _peak(numbers: dict[str, Any]) -> str:
+    if numbers.get("device_peak_bytes") is not None:
+        return f"{size(numbers['device_peak_bytes'])} on the device"
+    return f"{size(numbers['peak_bytes'])} (+{size(memory_on_top(numbers))})"
+
+
+def _row(record: Record) -> dict[str, str]:
+    """Every column that a table can have."""
+    case, numbers, status = record["case"], record["numbers"], record["status"]
+    row = {
+        "tokens": str(case["tokens"]),
+        "head": case.get("head") or "",
+        "loss": LOSSES[kind(record)[0]],
+        "masked": f"{case.get('masked', case['masked_fraction']):.0%}",
+        "no gradient": f"{case['no_gradient']:.0%}" if "no_gradient" in case else "",
+        "arm": record["arm"]["name"],
+    }
     if numbers is None:
-        return (*head, f"{record['status']}: {record['reason']}", "", "", "", "", holds)
+        row |= dict.fromkeys(("quartiles", "temp memory", "peak resident", "budget spent"), "")
+        return row | {"time": f"{status}: {record['reason']}", "holds logits": _holds_logits(record)}
     low, high = numbers["time_ms_quartiles"]
-    time = duration(numbers["time_ms"]) + _times(numbers["time_ratio"])
-    memory = size(numbers["temp_bytes"]) + _times(numbers["temp_ratio"])
-    spread = f"{duration(low)} to {duration(high)}"
-    return (*head, time, spread, memory, size(numbers["peak_bytes"]), _spent(record), holds)
+    temp = numbers["temp_bytes"]
+    return row | {
+        "time": duration(numbers["time_ms"]) + _times(numbers["time_ratio"]),
+        "quartiles": f"{duration(low)} to {duration(high)}",
+        "temp memory": "" if temp is None else size(temp) + _times(numbers["temp_ratio"]),
+        "peak resident": _peak(numbers),
+        "budget spent": _spent(record),
+        "holds logits": _holds_logits(record),
+    }
+
+
+HEADERS = (
+    "tokens",
+    "head",
+    "loss",
+    "masked",
+    "no gradient",
+    "arm",
+    "time",
+    "quartiles",
+    "temp memory",
+    "peak resident",
+    "budget spent",
+    "holds logits",
+)
+SOMETIMES = ("head", "no gradient")
+"""Columns that are left out of a table where they would be empty."""
+
+
+def _table(records: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The header and the rows."""
+    rows = [_row(record) for record in records]
+    columns = [name for name in HEADERS if name not in SOMETIMES or any(row[name] for row in rows)]
+    return [tuple(columns), *(tuple(row[name] for name in columns) for row in rows)]
 
 
 def caption(records: Sequence[Record]) -> str:
@@ -83,12 +149,18 @@ def caption(records: Sequence[Record]) -> str:
     case = next((record["case"] for record in records if "vocab_size" in record["case"]), None)
     parts = []
     if case is not None:
-        sizes = f"D={case['hidden_size']}, V={case['vocab_size']}, {case['dtype']}, layout {case['layout']}"
-        parts.append(f"{sizes}, GRPO loss and both gradients")
+        one_head = len({record["case"].get("head") for record in records}) == 1
+        sizes = f"D={case['hidden_size']}, V={case['vocab_size']}, " if one_head else ""
+        losses = " or ".join(dict.fromkeys(LOSSES[kind(record)[0]] for record in records))
+        both = len(case.get("differentiate", ("hidden", "lm_head"))) == 2
+        gradients = "both gradients" if both else f"the gradient of {case['differentiate'][0]} alone"
+        parts.append(f"{sizes}{case['dtype']}, layout {case['layout']}, {losses} loss and {gradients}")
     if "device" in first:
         device = first["device"]
-        kind = device["kind"] if device["kind"] == device["platform"] else f"{device['platform']} {device['kind']}"
-        parts.append(f"{kind}, {device['cores']} cores, jax {first['jax']}, Python {first['python']}")
+        where = device["kind"] if device["kind"] == device["platform"] else f"{device['platform']} {device['kind']}"
+        peers = {name: at for record in records for name, at in record.get("peer", {}).items()}
+        versions = "".join(f", {name} {at}" for name, at in sorted(peers.items()))
+        parts.append(f"{where}, {device['cores']} cores, jax {first['jax']}{versions}, Python {first['python']}")
     commit = "commit unknown" if first["commit"] == "unknown" else f"commit {first['commit'][:10]}"
     parts.append(f"{commit}{' with changes' if first['dirty'] else ''}, {first['date'][:10]}")
     return "; ".join(parts)
@@ -97,10 +169,11 @@ def caption(records: Sequence[Record]) -> str:
 def terminal_table(records: Sequence[Record]) -> Table:
     """The table of one run; a refused arm's row tells why in place of its time."""
     table = Table(title=records[0]["name"], caption=caption(records))
-    for header in HEADERS:
-        table.add_column(header, overflow="fold")
-    for record in records:
-        table.add_row(*_cells(record), style=None if record["status"] == "ok" else "red")
+    header, *rows = _table(records)
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for record, row in zip(records, rows, strict=True):
+        table.add_row(*row, style=None if record["status"] == "ok" else "red")
     return table
 
 
@@ -109,75 +182,42 @@ def plain_words(records: Sequence[Record]) -> Iterator[str]:
     largest = max(record["case"]["tokens"] for record in records)
     final = [record for record in records if record["case"]["tokens"] == largest]
     for record in final:
-        baseline = next(
-            r
-            for r in final
-            if r["arm"]["baseline"] and r["case"]["masked_fraction"] == record["case"]["masked_fraction"]
-        )
+        baseline = next((r for r in final if r["arm"]["baseline"] and kind(r) == kind(record)), None)
         if record is baseline and record["status"] == "ok":
             continue
-        start = f"{record['arm']['name']}, {largest} tokens"
-        if record["case"]["masked_fraction"]:
-            start += f", {record['case']['masked']:.0%} masked" if record["numbers"] else ""
+        words = kind_in_words(record).removeprefix("GRPO").removeprefix(", ")
+        start = f"{record['arm']['name']}, {largest} tokens{words and ', '}{words}"
         if record["numbers"] is None:
             yield f"{start}: no number ({record['status']}: {record['reason']})"
-            continue
-        mine, theirs = record["numbers"], baseline["numbers"]
-        if theirs is None:
-            yield f"{start}: gradients within budget; no ratio, for {baseline['arm']['name']} has no number"
-            continue
-        memory = "unknown times" if mine["temp_ratio"] is None else factor(mine["temp_ratio"])
-        line = f"{start}: same loss ({mine['loss']:.4f} vs {theirs['loss']:.4f}), gradients within budget, "
-        line += f"{memory} the memory, {factor(mine['time_ratio'])} the time of {baseline['arm']['name']}"
-        if record["case"]["masked_fraction"] and mine["time_ratio_to_first_fraction"] is not None:
-            line += f"; {factor(mine['time_ratio_to_first_fraction'])} its own time at the first masked fraction"
-        yield line
+        elif baseline is None or baseline["numbers"] is None:
+            name = "the first arm" if baseline is None else baseline["arm"]["name"]
+            yield f"{start}: gradients within budget; no ratio, for {name} has no number"
+        else:
+            yield f"{start}: {_compared(record, baseline)}"
 
 
-def plot(records: Sequence[Record], path: Path) -> None:
-    """Draws temp memory and time against N, a line for each arm and masked fraction that has numbers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
-    lines: dict[tuple[str, float], list[Record]] = {}
-    for record in records:
-        if record["numbers"] is not None:
-            lines.setdefault((record["arm"]["name"], record["case"]["masked_fraction"]), []).append(record)
-    for axes, key, scale, label in (
-        (panels[0], "temp_bytes", 1e-6, "temporary memory (MB)"),
-        (panels[1], "time_ms", 1.0, "time (ms)"),
-    ):
-        for (arm, fraction), group in lines.items():
-            points = sorted(
-                (r["case"]["tokens"], r["numbers"][key] * scale) for r in group if r["numbers"][key] is not None
-            )
-            name = f"{arm}, {fraction:.0%} masked" if fraction else arm
-            axes.plot(
-                [n for n, _ in points],
-                [value for _, value in points],
-                marker="o",
-                linestyle="--" if fraction else "-",
-                label=name,
-            )
-        axes.set_xlabel("tokens N")
-        axes.set_xticks(sorted({record["case"]["tokens"] for record in records}))
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        axes.grid(visible=True, alpha=0.3)
-        if lines:
-            axes.legend()
-    figure.suptitle(f"{records[0]['name']}: {caption(records)}", fontsize=7)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=150)
-    replace_file(path, png.getvalue())
+def _compared(record: Record, baseline: Record) -> str:
+    mine, theirs = record["numbers"], baseline["numbers"]
+    if mine["temp_ratio"] is None:
+        over = memory_on_top(mine) / max(memory_on_top(theirs), 1)
+        memory = f"{factor(over)} the memory on top of the inputs"
+    else:
+        memory = f"{factor(mine['temp_ratio'])} the memory"
+    losses = f"{mine['loss']:.4f}", f"{theirs['loss']:.4f}"
+    # Logits of 16 bits move the loss, inside the wider budget that they have.
+    line = f"{'same loss' if losses[0] == losses[1] else 'loss within budget'} ({losses[0]} vs {losses[1]}), "
+    line += f"gradients within budget, {memory}, "
+    line += f"{factor(mine['time_ratio'])} the time of {baseline['arm']['name']}"
+    # Shares of 0 are the first of any list that has them.
+    if any(kind(record)[2:]) and mine["time_ratio_to_first_fraction"] is not None:
+        line += f"; {factor(mine['time_ratio_to_first_fraction'])} its own time at the first fraction"
+    return line
 
 
 def markdown_table(records: Sequence[Record]) -> str:
     """The table of one run in markdown, its caption below."""
-    rows = [HEADERS, ("---",) * len(HEADERS), *(_cells(record) for record in records)]
+    header, *cells = _table(records)
+    rows = [header, ("---",) * len(header), *cells]
     # A pipe in a reason would open a new column.
     table = "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
@@ -204,20 +244,27 @@ def with_tables(text: str, results: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rewrites the tables of the file `argv[0]` from the records in the folder `argv[1]`."""
-    if len(argv) != 2:
-        print("usage: python -m logitless.bench.report README.md results", file=sys.stderr)
+    """Rewrites the tables and the plots of the page `argv[0]` from the records in the folder `argv[1]`."""
+    from logitless.bench.plots import draw_images
+
+    if len(argv) > 2 or any(word.startswith("-") for word in argv):
+        print(USAGE, file=sys.stderr)
         return 2
-    page = Path(argv[0])
+    page, results = Path([*argv, "README.md"][0]), Path([*argv[1:], "results"][0])
     try:
         text = page.read_text(encoding="utf-8")
-        replace_file(page, with_tables(text, Path(argv[1])).encode())
+        drawn = draw_images(text, page.parent, results)
+        replace_file(page, with_tables(text, results).encode())
     except OSError as error:
         print(f"cannot read {page}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"no plots: {error.name} is not installed; pip install 'logitless[bench]'", file=sys.stderr)
         return 2
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2
+    print(f"made anew: the tables of {page}{''.join(f', {path}' for path in drawn)}")
     return 0
 
 

@@ -15,11 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from logitless.bench import hidden_states, smollm2
-from logitless.bench.cases import ArmConfig, BenchConfig, Case, cases_of, loss_of, random_arrays, sequences_of
+from logitless.bench.arms import framework_of, require, why_left_out
+from logitless.bench.cases import ArmConfig, BenchConfig, Case, cases_of, known_head
 from logitless.bench.child import Child, ChildFailed
 from logitless.bench.errors import BenchError
+from logitless.bench.inputs import random_arrays, sequences_of
+from logitless.bench.plots import plot
 from logitless.bench.records import append_records, commit_of_package, results_folder
-from logitless.bench.report import plain_words, plot, terminal_table
+from logitless.bench.report import plain_words, terminal_table
+from logitless.heads import Head
 
 MEASURE = "logitless.bench.measure"
 FORWARD_TIMEOUT_S = 1800.0
@@ -50,6 +54,15 @@ class _Entry:
         return {"do": do, "case": asdict(self.case), "arm": asdict(self.arm), "arrays": str(path)}
 
 
+@dataclass
+class _Group:
+    """The arms and cases of one loss at one size: they share their inputs and are timed in turns."""
+
+    model: Head | None
+    tokens: int
+    entries: list[_Entry]
+
+
 def run_bench(config: BenchConfig) -> int:
     """Runs the bench, prints its table, appends its record and draws its plot.
 
@@ -57,26 +70,66 @@ def run_bench(config: BenchConfig) -> int:
         config: what to run; see `BenchConfig`.
 
     Returns:
-        The exit code: 0 when every arm got numbers, 1 when one was refused or failed.
+        The exit code: 0 when every arm that could run here got numbers, or when the config needs a GPU and there is
+        none; 1 when an arm was refused or failed.
 
     Raises:
         BenchError: nothing can run: an unknown arm, too few tokens, no network on the first run. Nothing was written.
     """
     for arm in config.arms:
-        loss_of(arm, config.layout)  # refuses an unknown name before anything is fetched or compiled
+        require(arm)
+    console = Console(stderr=True)
+    if config.device == "gpu" and (platform := _platform(config)) != "gpu":
+        line = f"skipped: {config.name} needs an NVIDIA GPU of 80 GB and jax[cuda13]; JAX's device here is {platform}"
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
+        return 0
+    groups = _groups(config, console)
     folder = results_folder(config.results)
     with tempfile.TemporaryDirectory(prefix="logitless-bench-") as scratch:
-        records = _run_all(config, Path(scratch), Console(stderr=True))
+        records = _run_all(config, groups, Path(scratch), console)
     append_records(folder / f"{config.name}.jsonl", records)
     _show(config, records, folder)
     return 0 if all(record["status"] == "ok" for record in records) else 1
+
+
+def _platform(config: BenchConfig) -> str:
+    """Asked in a child: a parent that holds the GPU would take its memory from the arms."""
+    try:
+        with Child(MEASURE) as child:
+            return child.ask({"do": "environment"}, config.timeout_s)["device"]["platform"]
+    except ChildFailed as error:
+        raise BenchError(f"JAX finds no device: {error}") from error
+
+
+def _groups(config: BenchConfig, console: Console) -> list[_Group]:
+    """What will run; says once, in a line, which arm is left out where and why.
+
+    Raises:
+        BenchError: no arm can run.
+    """
+    groups, said = [], set()
+    for model in [known_head(name) for name in config.heads] or [None]:
+        for tokens in config.tokens:
+            for loss in config.losses:
+                cases = cases_of(config, tokens, loss, model)
+                reasons = [(arm, why_left_out(arm, cases[0])) for arm in config.arms]
+                entries = [_Entry(case, arm) for case in cases for arm, reason in reasons if reason is None]
+                groups.append(_Group(model, tokens, entries))
+                for arm, reason in reasons:
+                    if reason is not None and (arm.label, reason) not in said:
+                        said.add((arm.label, reason))
+                        line = f"{arm.label} is left out: {reason}"
+                        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not any(group.entries for group in groups):
+        raise BenchError(f"no arm of {config.name} can run here; install what the lines above name")
+    return groups
 
 
 def _show(config: BenchConfig, records: list[dict[str, Any]], folder: Path) -> None:
     console = Console()
     if not console.is_terminal:
         # Into a file or a pipe: wide enough for a row on one line.
-        console.width = 140
+        console.width = 180
     console.print(terminal_table(records))
     for line in plain_words(records):
         console.print(line, highlight=False, soft_wrap=True)
@@ -90,8 +143,11 @@ def _show(config: BenchConfig, records: list[dict[str, Any]], folder: Path) -> N
     console.print(f"recorded in {' and '.join(written)}", highlight=False, soft_wrap=True)
 
 
-def _run_all(config: BenchConfig, scratch: Path, console: Console) -> list[dict[str, Any]]:
+def _run_all(config: BenchConfig, groups: list[_Group], scratch: Path, console: Console) -> list[dict[str, Any]]:
+    # A CPU holds all arms at once, and a busy spell of the machine hits all alike; a GPU holds one at a time.
+    in_turns = config.device != "gpu"
     stamp = {"name": config.name, **commit_of_package(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    stamp["in_turns"] = in_turns
     path = scratch / "inputs.npz"
     if config.inputs == "smollm2":
         path = _real_arrays(console)
@@ -99,23 +155,42 @@ def _run_all(config: BenchConfig, scratch: Path, console: Console) -> list[dict[
             shape = file["targets"].shape
         for tokens in config.tokens:
             sequences_of(tokens, shape)
-    records = []
+    records, made = [], None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    steps = len(config.tokens) * len(config.masked_fractions) * len(config.arms) * (2 + config.repetitions)
+    steps = sum(len(group.entries) for group in groups) * (2 + config.repetitions)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(config.name, total=steps)
-        for tokens in config.tokens:
-            if config.inputs == "random":
-                progress.update(task, description=f"N={tokens}: inputs")
-                assert config.hidden_size and config.vocab_size  # BenchConfig saw to it
-                hidden_states.write_npz(
-                    path, random_arrays(tokens, config.sequences, config.hidden_size, config.vocab_size, config.seed)
-                )
-            entries = [_Entry(case, arm) for case in cases_of(config, tokens) for arm in config.arms]
-            _check(config, entries, path, progress, task)
-            _measure(config, entries, path, progress, task)
-            records += [stamp | record for record in _records(config, entries)]
+        for group in groups:
+            if config.inputs == "random" and made != (group.model, group.tokens):
+                progress.update(task, description=f"N={group.tokens}: inputs")
+                _random_inputs(config, group, path)
+                made = (group.model, group.tokens)
+            _check(config, group.entries, path, progress, task)
+            for entries in [group.entries] if in_turns else [[entry] for entry in group.entries]:
+                _measure(config, entries, path, progress, task)
+            records += [stamp | record for record in _records(config, group.entries)]
     return records
+
+
+def _random_inputs(config: BenchConfig, group: _Group, path: Path) -> None:
+    model = group.model
+    sizes = {
+        "tokens": group.tokens,
+        "sequences": config.sequences,
+        "hidden_size": config.hidden_size if model is None else model.hidden_size,
+        "vocab_size": config.vocab_size if model is None else model.vocab_size,
+        "seed": config.seed,
+        "softcap": None if model is None else model.softcap,
+        "noise": config.off_policy,
+    }
+    if config.device != "gpu":
+        hidden_states.write_npz(path, random_arrays(**sizes))
+        return
+    try:
+        with Child(MEASURE) as child:
+            child.ask({"do": "inputs", "arrays": str(path), "sizes": sizes}, config.timeout_s)
+    except ChildFailed as error:
+        raise BenchError(f"random inputs of {sizes}: {error}") from error
 
 
 def _check(config: BenchConfig, entries: list[_Entry], path: Path, progress: Progress, task: Any) -> None:
@@ -134,7 +209,7 @@ def _check(config: BenchConfig, entries: list[_Entry], path: Path, progress: Pro
 
 
 def _measure(config: BenchConfig, entries: list[_Entry], path: Path, progress: Progress, task: Any) -> None:
-    """Times the arms that passed, all alive at once: a busy spell of the machine then hits all alike."""
+    """Times the arms that passed, all alive at once."""
     with ExitStack() as stack:
         running: list[tuple[_Entry, Child]] = []
 
@@ -171,8 +246,9 @@ def _ask(entry: _Entry, child: Child, message: dict[str, Any], timeout_s: float)
 def _records(config: BenchConfig, entries: list[_Entry]) -> list[dict[str, Any]]:
     records = []
     for entry in entries:
-        baseline = next(other for other in entries if other.case == entry.case and other.arm == config.arms[0])
-        unmasked = next(other for other in entries if other.arm == entry.arm)
+        same_case = (other for other in entries if other.case == entry.case and other.arm == config.arms[0])
+        baseline = next(same_case, None)
+        first = next(other for other in entries if other.arm == entry.arm)
         numbers = None
         if entry.status == "ok":
             quartiles = np.percentile(entry.times_ms, [25, 75]).tolist()
@@ -182,14 +258,20 @@ def _records(config: BenchConfig, entries: list[_Entry]) -> list[dict[str, Any]]
                 "times_ms": [round(value, 3) for value in entry.times_ms],
                 "time_ratio": _paired_ratio(entry, baseline),
                 "temp_ratio": _ratio(entry, baseline, "temp_bytes"),
-                "time_ratio_to_first_fraction": _paired_ratio(entry, unmasked),
+                "peak_ratio": _ratio(entry, baseline, "peak_bytes"),
+                "time_ratio_to_first_fraction": _paired_ratio(entry, first),
                 **entry.numbers,
             }
         records.append(
             {
                 **entry.environment,
                 "case": asdict(entry.case) | entry.shape,
-                "arm": asdict(entry.arm) | {"name": entry.arm.label, "baseline": entry.arm == config.arms[0]},
+                "arm": asdict(entry.arm)
+                | {
+                    "name": entry.arm.label,
+                    "baseline": entry.arm == config.arms[0],
+                    "framework": framework_of(entry.arm),
+                },
                 "status": entry.status,
                 "reason": entry.reason,
                 "gates": entry.gates,
@@ -199,15 +281,16 @@ def _records(config: BenchConfig, entries: list[_Entry]) -> list[dict[str, Any]]
     return records
 
 
-def _paired_ratio(entry: _Entry, other: _Entry) -> float | None:
+def _paired_ratio(entry: _Entry, other: _Entry | None) -> float | None:
     """The median of the ratios of runs that followed each other, or None where the other has no number."""
-    if other.status != "ok":
+    if other is None or other.status != "ok":
         return None
     return statistics.median(mine / theirs for mine, theirs in zip(entry.times_ms, other.times_ms, strict=True))
 
 
-def _ratio(entry: _Entry, other: _Entry, name: str) -> float | None:
-    if other.status != "ok" or not other.numbers[name]:
+def _ratio(entry: _Entry, other: _Entry | None, name: str) -> float | None:
+    """None where one of the two has no such number: XLA's temporary memory is nothing that torch has."""
+    if other is None or other.status != "ok" or not other.numbers[name] or entry.numbers[name] is None:
         return None
     return entry.numbers[name] / other.numbers[name]
 

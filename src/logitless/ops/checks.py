@@ -136,7 +136,7 @@ def _dtype(name: str) -> np.dtype | None:
 def check_token_loss(
     name: str, token_loss: Callable[..., Any], token_args: Sequence[object], targets: jax.Array, dtype: np.dtype
 ) -> tuple[jax.Array, ...]:
-    """The token arguments as arrays; raises ValueError for another shape, or a loss that is no function of one token."""
+    """The token arguments as arrays; raises ValueError for another shape, or a loss that is none of one token."""
     args = tuple(jnp.asarray(x) for x in token_args)
     for i, x in enumerate(args):
         if x.shape not in ((), targets.shape):

@@ -26,8 +26,11 @@ class Differentiated(NamedTuple):
     @classmethod
     def by(cls, hidden: CustomVJPPrimal, lm_head: CustomVJPPrimal, bias: CustomVJPPrimal | None) -> "Differentiated":
         """As a `symbolic_zeros` forward rule is told."""
-        given = (hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
-        return cls(tuple(jnp.zeros((), jnp.bool_ if wanted else jnp.int8) for wanted in given))
+
+        def mark(wanted: bool) -> jax.Array:
+            return jnp.zeros((), jnp.bool_ if wanted else jnp.int8)
+
+        return cls((mark(hidden.perturbed), mark(lm_head.perturbed), mark(bias is not None and bias.perturbed)))
 
     @property
     def hidden(self) -> bool:
