@@ -22,10 +22,10 @@ def require(arm: ArmConfig) -> None:
         if arm.block_sizes:
             raise BenchError(f"arm {arm.label}: block_sizes are for implementations of ours; {arm.label} is a peer")
     else:
-        from logitless.ops.api import IMPLEMENTATIONS
+        from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS
 
-        if arm.implementation not in IMPLEMENTATIONS:
-            known = ", ".join(IMPLEMENTATIONS)
+        if arm.implementation not in TOKEN_LOSS_IMPLEMENTATIONS:
+            known = ", ".join(TOKEN_LOSS_IMPLEMENTATIONS)
             raise BenchError(
                 f"arm {arm.label}: no implementation {arm.implementation!r}; known are {known}, "
                 f"peers {', '.join(PEERS)}, or module:function"
@@ -81,6 +81,9 @@ def logprobs_of(arm: ArmConfig, case: Case) -> Callable[..., Any] | None:
     from logitless.ops.api import linear_logprobs
 
     options = _options(arm, case)
+    if arm.implementation == "one_pass":
+        # It has none of its own: without a gradient it is the forward pass of chunked.
+        options["implementation"] = "chunked"
     return lambda hidden, lm_head, targets, mask: linear_logprobs(hidden, lm_head, targets, mask=mask, **options)
 
 
