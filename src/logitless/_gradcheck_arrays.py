@@ -11,10 +11,6 @@ from jax import lax
 LossAndLogprobs = Callable[..., tuple[Any, Any]]
 """Takes the arrays by name and gives `(loss, logprobs)`."""
 
-# A row is one token's or one vocabulary entry's vector, judged by its length: one large row must not pay for the rest.
-ROW_ULPS_16_BIT = 2.0
-ROW_FACTOR = 1.5
-SHORTEST_ROW = 1e-4  # of the longest: what is shorter has no digits to keep in 16 bits
 COMPARED_AT_ONCE = 1 << 22  # elements; a block of float64 is 32 MiB
 
 
@@ -43,62 +39,13 @@ def values_and_grads(
     return run(dict(args))
 
 
-def against_oracle(plain, args, names, pairs, oracle_dtype, factor) -> dict[str, Any]:
+def against_oracle(plain, args, names, pairs, oracle_dtype) -> dict[str, Any]:
     """Runs the oracle and reduces every difference to a few numbers on the device."""
     context = jax.enable_x64(True) if oracle_dtype == "float64" else contextlib.nullcontext()
     with context:
         truth = values_and_grads(plain, args, names, oracle_dtype)
         found = {name: jax.jit(_compare)(truth[name], *pair) for name, pair in pairs.items()}
-        rows = {
-            name: jax.jit(_worst_row, static_argnums=(3, 4))(truth[name], *pair, _row_axis(name, args), factor)
-            for name, pair in pairs.items()
-            if name.startswith("d_") and jnp.finfo(pair[1].dtype).bits == 16 and truth[name].ndim > 1
-        }
-        return jax.device_get({"oracle loss": truth["loss"], "rows": rows, **found})
-
-
-def _row_axis(name: str, args: Mapping[str, jax.Array]) -> int:
-    """The axis along which a row lies: that of D for a head `[D, V]`, the last one otherwise."""
-    if name != "d_lm_head" or "hidden" not in args:
-        return -1
-    return 0 if args["lm_head"].shape[0] == args["hidden"].shape[-1] else 1
-
-
-def _worst_row(oracle: jax.Array, candidate: jax.Array, plain: jax.Array, axis: int, factor: float) -> dict[str, Any]:
-    """The fields of `logitless.gradcheck.Row`, of the row whose error is the largest part of what it may be."""
-    eps = float(jnp.finfo(plain.dtype).eps)
-    arrays = [x if x.ndim == 2 else x.reshape(-1, x.shape[-1]) for x in (oracle, candidate, plain)]
-    count, width = arrays[0].shape if axis else arrays[0].shape[::-1]
-    if not arrays[0].size:
-        return dict.fromkeys(("place", "candidate_error", "plain_error", "allowed", "length"), 0)
-    block = min(count, max(1, COMPARED_AT_ONCE // width))
-
-    def lengths(start):
-        o, c, p = (lax.dynamic_slice_in_dim(x, start, block, 0 if axis else 1).astype(oracle.dtype) for x in arrays)
-        wrong = jnp.isfinite(o) & ~jnp.isfinite(c)
-        o, c, p = (jnp.where(jnp.isfinite(o) & jnp.isfinite(x), x, 0.0) for x in (o, c, p))
-        error = jnp.where(jnp.any(wrong, axis=axis), jnp.inf, jnp.linalg.norm(c - o, axis=axis))
-        return error, jnp.linalg.norm(p - o, axis=axis), jnp.linalg.norm(o, axis=axis)
-
-    def step(i, found):
-        # The last block starts early and meets some rows twice, with the same lengths.
-        start = jnp.minimum(i * block, count - block)
-        return tuple(lax.dynamic_update_slice(x, y, (start,)) for x, y in zip(found, lengths(start), strict=True))
-
-    zeros = jnp.zeros(count, oracle.dtype)
-    error, plain_error, length = lax.fori_loop(0, -(-count // block), step, (zeros, zeros, zeros))
-    # Below the smallest normal number there are no digits to keep either.
-    shortest = jnp.maximum(SHORTEST_ROW * jnp.max(length), float(jnp.finfo(plain.dtype).tiny) * width**0.5)
-    floor = ROW_ULPS_16_BIT * eps * jnp.maximum(length, shortest)
-    allowed = ROW_FACTOR * factor * plain_error + floor
-    place = jnp.argmax(jnp.where(allowed > 0, error / jnp.where(allowed > 0, allowed, 1.0), 0.0))
-    return {
-        "place": place,
-        "candidate_error": error[place],
-        "plain_error": plain_error[place],
-        "allowed": allowed[place],
-        "length": length[place],
-    }
+        return jax.device_get({"oracle loss": truth["loss"], **found})
 
 
 class Comparison(NamedTuple):

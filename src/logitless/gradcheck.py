@@ -37,34 +37,6 @@ class Worst(NamedTuple):
         return f"{place} candidate {self.candidate:.9g}, oracle {self.oracle:.9g}, plain jnp {self.plain:.9g}"
 
 
-class Row(NamedTuple):
-    """The row of a 16-bit gradient that overspends most, by the length of its difference to the oracle.
-
-    Attributes:
-        place: index of the row; a token, or an entry of the vocabulary.
-        candidate_error: length of the candidate's difference.
-        plain_error: length of plain jnp's.
-        allowed: what is allowed.
-        length: of the oracle's row.
-    """
-
-    place: int
-    candidate_error: float
-    plain_error: float
-    allowed: float
-    length: float
-
-    @property
-    def spent(self) -> float:
-        return self.candidate_error / self.allowed if self.allowed > 0.0 else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"row {self.place} of length {self.length:.3g} is off by {self.candidate_error:.3g} where "
-            f"{self.allowed:.3g} is allowed (plain jnp is off by {self.plain_error:.3g})"
-        )
-
-
 @dataclass(frozen=True)
 class Budget:
     """What one array may err, and what it errs: the largest absolute difference to the oracle over all elements.
@@ -78,7 +50,6 @@ class Budget:
         magnitude: largest finite absolute value of the oracle; relative errors are relative to it.
         worst: the worst element, or None where the arrays are empty or cannot be compared.
         problem: why the arrays cannot be compared (a wrong shape or dtype), or None.
-        row: of a 16-bit gradient, the row that overspends most; None for other arrays.
     """
 
     name: str
@@ -89,7 +60,6 @@ class Budget:
     magnitude: float
     worst: Worst | None
     problem: str | None = None
-    row: Row | None = None
 
     @property
     def allowed(self) -> float:
@@ -100,8 +70,7 @@ class Budget:
         """Fraction of the allowed error that the candidate spends; at most 1 inside the budget."""
         if self.candidate_error == 0.0:
             return 0.0
-        by_element = self.candidate_error / self.allowed if self.allowed > 0.0 else math.inf
-        return by_element if self.row is None else max(by_element, self.row.spent)
+        return self.candidate_error / self.allowed if self.allowed > 0.0 else math.inf
 
     @property
     def relative_error(self) -> float:
@@ -160,8 +129,6 @@ class GradcheckReport:
         for budget in self.budgets:
             if budget.problem is not None:
                 found.append(f"{budget.name}: {budget.problem}")
-            elif budget.row is not None and budget.candidate_error <= budget.allowed and not budget.row.spent <= 1.0:
-                found.append(f"{budget.name}: {budget.row}")
             elif not budget.spent <= 1.0:
                 found.append(
                     f"{budget.name}: error {budget.candidate_error:.3g} where {budget.allowed:.3g} is allowed "
@@ -330,7 +297,7 @@ def _judge(observe, plain, args, differentiate, oracle_dtype, factor, floors, ga
     from_plain = values_and_grads(plain, args, names)
     from_candidate, problems = observe(args, names, expected, from_plain)
     pairs = {name: (from_candidate[name], from_plain[name]) for name in from_plain if name in from_candidate}
-    compared = against_oracle(plain, args, names, pairs, oracle_dtype, factor)
+    compared = against_oracle(plain, args, names, pairs, oracle_dtype)
     results = {name: from_plain[name] for name in _quantities(names)}
     return GradcheckReport(
         budgets=_budgets(compared, results, problems, floors, factor),
@@ -420,10 +387,6 @@ def _budgets(compared, results, problems, floors, factor) -> tuple[Budget, ...]:
                 plain=float(found.plain),
             ),
         )
-        # Whoever sets a floor of their own has judged the array by its largest elements.
-        row = compared["rows"].get(name) if budget.key not in floors else None
-        if row is not None:
-            budget = replace(budget, row=Row(int(row["place"]), *(float(row[key]) for key in Row._fields[1:])))
         floor = floors.get(budget.key)
         budgets.append(budget if floor is None else replace(budget, floor=floor))
     return tuple(budgets)
