@@ -59,7 +59,7 @@ _token_stats = jax.custom_vjp(_primal, nondiff_argnums=(6,))
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
-    differentiated = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    differentiated = Differentiated.by(hidden, lm_head, bias)
     hidden, lm_head, bias, targets, mask, scalars = primals = values_of(
         "linear_token_stats", (hidden, lm_head, bias, targets, mask, scalars), scalars
     )

@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
-from jax.custom_derivatives import SymbolicZero
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from logitless.ops.types import TokenStats
 
@@ -14,14 +14,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Differentiated:
-    """Which inputs a gradient is wanted for: travels with the residuals, and stays a static choice there."""
+class Differentiated(NamedTuple):
+    """Which inputs a gradient is wanted for: a static choice that travels with the residuals, in three dtypes.
 
-    hidden: bool
-    lm_head: bool
-    bias: bool
+    JAX keeps ONE tree of residuals for all derivatives of a traced call, that of the last one. Were the choice a part
+    of that tree, a call with a frozen head would take the head's gradient from the same call without.
+    """
+
+    marks: tuple[Any, Any, Any]
+
+    @classmethod
+    def by(cls, hidden: CustomVJPPrimal, lm_head: CustomVJPPrimal, bias: CustomVJPPrimal | None) -> "Differentiated":
+        """As a `symbolic_zeros` forward rule is told."""
+        mark = {True: jnp.zeros((), jnp.bool_), False: jnp.zeros((), jnp.int8)}
+        return cls((mark[hidden.perturbed], mark[lm_head.perturbed], mark[bias is not None and bias.perturbed]))
+
+    @property
+    def hidden(self) -> bool:
+        return self.marks[0].dtype == jnp.bool_
+
+    @property
+    def lm_head(self) -> bool:
+        return self.marks[1].dtype == jnp.bool_
+
+    @property
+    def bias(self) -> bool:
+        return self.marks[2].dtype == jnp.bool_
 
 
 def values_of(name: str, primals: Any, scalars: Any, implementation: str = "chunked") -> Any:

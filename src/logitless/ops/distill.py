@@ -103,10 +103,7 @@ _divergence = jax.custom_vjp(_primal, nondiff_argnums=(4,))
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _divergence_fwd(student, teacher, mask, beta, options):
-    bias = student.bias
-    differentiated = Differentiated(
-        student.hidden.perturbed, student.lm_head.perturbed, bias is not None and bias.perturbed
-    )
+    differentiated = Differentiated.by(student.hidden, student.lm_head, student.bias)
     scalars = (student.scalars, teacher.scalars, beta)
     student, teacher, mask, beta = primals = values_of(
         "linear_distillation_loss", (student, teacher, mask, beta), scalars

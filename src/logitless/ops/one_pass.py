@@ -98,21 +98,25 @@ _token_loss = jax.custom_vjp(_primal, nondiff_argnums=(7, 8))
 
 # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
 def _token_loss_fwd(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss):
-    wanted = Differentiated(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    wanted = Differentiated.by(hidden, lm_head, bias)
     primals = (hidden, lm_head, bias, targets, mask, token_args, scalars)
     primals = values_of("linear_token_loss", primals, scalars, "one_pass")
     sweep = _sweep(primals, wanted, (options, token_loss))
     # In float32 until the cotangent is known: each gradient is rounded once.
     like = tuple(None if x is None else jnp.zeros((0,), x.dtype) for x in primals[:3])
-    return (sweep.loss, sweep.logprobs), (sweep.gradients, like)
+    # One tree, whatever is differentiated: see `Differentiated`.
+    gradients = tuple(y if x is None else x for x, y in zip(sweep.gradients, like, strict=True))
+    return (sweep.loss, sweep.logprobs), (gradients, like, wanted)
 
 
 def _token_loss_bwd(options, token_loss, residuals, cotangents):
-    gradients, like = residuals
+    gradients, like, wanted = residuals
     d_loss = cotangents[0]
     if isinstance(d_loss, SymbolicZero):
         return (None,) * 7
-    scaled = [None if x is None else (x * d_loss).astype(y.dtype) for x, y in zip(gradients, like, strict=True)]
+    flags = (wanted.hidden, wanted.lm_head, wanted.bias)
+    each = zip(gradients, like, flags, strict=True)
+    scaled = [(x * d_loss).astype(y.dtype) if flag else None for x, y, flag in each]
     return *scaled, None, None, None, None
 
 
