@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from logitless._arrays import accumulator
+from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
@@ -216,6 +216,11 @@ def _pour(
     blocks: Int[Array, ""],
 ) -> Gradients:
     """Second walk over the vocabulary: adds what the kept logits give to each gradient that is wanted."""
+    unit = None
+    if common_dtype(h.dtype, head.lm_head.dtype) == jnp.float16:
+        # A loss scale has not come yet, and float16 holds no small numbers: the block's largest becomes about 2^14.
+        unit = _power_of_two(jnp.maximum(jnp.abs(terms.shared), jnp.abs(terms.target)))
+        terms = terms._replace(shared=terms.shared / unit, target=terms.target / unit)
 
     def step(i, gradients):
         columns = head.vocab.block(i)
@@ -227,17 +232,31 @@ def _pour(
         part = add_products(Gradients(gradients.hidden, None, None), d_x, h, w, rows, wanted, head.options)
         return Gradients(
             part.hidden,
-            _add(columns, gradients.lm_head, part.lm_head, head.v_axis),
-            _add(columns, gradients.bias, part.bias, 0),
+            _add(columns, gradients.lm_head, part.lm_head, unit, head.v_axis),
+            _add(columns, gradients.bias, part.bias, unit, 0),
         )
 
-    return lax.fori_loop(0, blocks, step, gradients)
+    gradients = lax.fori_loop(0, blocks, step, gradients)
+    if unit is not None and gradients.hidden is not None:
+        # No other block adds to these rows.
+        n_axis = 1 - head.v_axis
+        own_rows = rows.of(gradients.hidden, n_axis) * unit
+        gradients = gradients._replace(hidden=rows.put(gradients.hidden, own_rows, n_axis))
+    return gradients
 
 
-def _add(columns: VocabSlice, total: Array | None, part: Array | None, axis: int) -> Array | None:
+def _power_of_two(bounds: Float[Array, " n"]) -> Float[Array, ""]:
+    """The power of two in which the largest finite one of `bounds` is between 2^13 and 2^14: exact to divide by."""
+    _, exponent = jnp.frexp(jnp.max(jnp.where(jnp.isfinite(bounds), bounds, 0.0)))
+    return jnp.ldexp(jnp.ones((), bounds.dtype), jnp.clip(exponent - 14, -100, 100))
+
+
+def _add(
+    columns: VocabSlice, total: Array | None, part: Array | None, unit: Float[Array, ""] | None, axis: int
+) -> Array | None:
     if total is None or part is None:
         return None
-    return columns.put(total, columns.of(total, axis) + part, axis)
+    return columns.put(total, columns.of(total, axis) + (part if unit is None else part * unit), axis)
 
 
 def _seem_flat(
