@@ -269,7 +269,8 @@ def linear_token_loss(
         inputs). A target outside the vocabulary has a NaN log-probability, which its loss sees.
 
     Raises:
-        ValueError: as `linear_token_stats`; a token argument of another shape; a `token_loss` that gives no scalar.
+        ValueError: as `linear_token_stats`; a token argument of another shape; a `token_loss` that gives no scalar, or
+            reads a traced value that is no argument.
         TypeError: as `linear_token_stats`.
         NotImplementedError: as `linear_token_stats`.
 

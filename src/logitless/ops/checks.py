@@ -136,13 +136,20 @@ def _dtype(name: str) -> np.dtype | None:
 def check_token_loss(
     name: str, token_loss: Callable[..., Any], token_args: Sequence[object], targets: jax.Array, dtype: np.dtype
 ) -> tuple[jax.Array, ...]:
-    """The token arguments as arrays; raises ValueError for another shape, or a token's loss that is no scalar."""
+    """The token arguments as arrays; raises ValueError for another shape, or no function of one token."""
     args = tuple(jnp.asarray(x) for x in token_args)
     for i, x in enumerate(args):
         if x.shape not in ((), targets.shape):
             needed = "each must have the shape of targets, or be one number"
             raise shape_error(name, {f"token_args[{i}]": x, "targets": targets}, needed)
-    one = jax.eval_shape(token_loss, *(jax.ShapeDtypeStruct((), d) for d in (dtype, *(x.dtype for x in args))))
+    # A Python number stays one: it gives way to the dtype of the log-probability.
+    each = (jax.ShapeDtypeStruct((), x.dtype, weak_type=x.weak_type) for x in args)
+    traced, one = jax.make_jaxpr(token_loss, return_shape=True)(jax.ShapeDtypeStruct((), dtype), *each)
+    if not is_concrete(traced.consts):
+        raise ValueError(
+            f"{name}: token_loss reads a traced value from outside itself; give it in token_args, as an array of the "
+            "shape of targets or as one number"
+        )
     if getattr(one, "shape", None) != () or not jnp.issubdtype(one.dtype, jnp.floating):
         raise ValueError(f"{name}: token_loss gives {one} for one token; it must give one floating-point number")
     return args

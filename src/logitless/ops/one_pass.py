@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
@@ -48,7 +48,7 @@ def linear_token_loss_one_pass(
     bias: Float[Array, " V"] | None,
     targets: Int[Array, " N"],
     mask: Bool[Array, " N"] | None,
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
@@ -60,7 +60,7 @@ def linear_token_loss_one_pass(
 def sum_of_token_losses(
     token_loss: TokenLoss,
     logprobs: Float[Array, " N"],
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     counts: Bool[Array, " N"] | None,
 ) -> Float[Array, ""]:
     """Sum over the tokens that count; what `token_loss` gives elsewhere reaches neither it nor a gradient."""
@@ -78,7 +78,7 @@ def linear_token_loss_two_pass(
     bias: Float[Array, " V"] | None,
     targets: Int[Array, " N"],
     mask: Bool[Array, " N"] | None,
-    token_args: tuple[Float[Array, "..."], ...],
+    token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
@@ -260,7 +260,7 @@ def _add(
 
 
 def _seem_flat(
-    token_loss: TokenLoss, token_args: tuple[Float[Array, "..."], ...], count: int, dtype: np.dtype
+    token_loss: TokenLoss, token_args: tuple[Shaped[Array, "..."], ...], count: int, dtype: np.dtype
 ) -> Bool[Array, " N"]:
     """Tokens whose loss has no slope wherever it is probed: a group with zero advantage.
 
