@@ -336,6 +336,7 @@ print("sharded ok")
 """
 
 
+@pytest.mark.slow
 def test_a_shard_counts_by_its_share():
     paths = [str(Path(__file__).parent)]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

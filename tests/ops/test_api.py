@@ -289,6 +289,7 @@ def test_mixed_dtypes_give_each_gradient_its_own(implementation):
     layout=st.sampled_from(["DV", "VD"]),
     data=st.data(),
 )
+@pytest.mark.slow
 def test_any_sizes_masks_and_blocks_agree_with_the_reference(n, d, v, block_n, block_v, dtype, layout, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
     mask = jnp.asarray(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool).reshape(n)

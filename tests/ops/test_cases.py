@@ -239,6 +239,7 @@ def test_42_a_tied_embedding_gets_both_gradients(implementation):
 
 
 @every
+@pytest.mark.slow
 def test_82_odd_sizes_count_every_token_and_column_once(implementation):
     rng = np.random.default_rng(3)
     for n, v, d in [(1, 2, 9), (7, 3, 2), (1, 1, 1), (3, 1, 4)]:

@@ -198,6 +198,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("frozen", "n"), [("hidden", 9), ("lm_head", 11)])
+@pytest.mark.slow
 def test_two_calls_of_one_program_that_differ_in_what_is_frozen(call, frozen, n):
     # JAX keeps one tree of residuals for both: the first call once took its choice from the second, and got zeros.
     stop = jax.lax.stop_gradient
