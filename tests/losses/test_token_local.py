@@ -183,3 +183,10 @@ def test_with_slope_of_adds_gradients_and_keeps_the_value():
     value, slopes = jax.value_and_grad(lambda x, y: with_slope_of(3 * x, 5 * y), (0, 1))(2.0, jnp.inf)
     assert value == 6.0
     assert slopes == (3.0, 5.0)
+
+
+@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
+def test_numbers_given_as_arrays(as_array):
+    inputs = jnp.ones((1, 2, 3)), jnp.zeros((3, 4)), jnp.array([[0, 3]]), None, jnp.array([0.5]), jnp.array([[1, 1]])
+    options = {"clip_low": as_array(0.1), "kl_coef": as_array(0.0), "total": as_array(4), "aggregation": "given_total"}
+    assert linear_policy_loss(*inputs, kl="none", **options).loss == -0.25

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from logitless._arrays import (
@@ -17,6 +18,7 @@ from logitless._arrays import (
     accumulator,
     as_mask,
     check_keywords,
+    is_concrete,
     shape_error,
 )
 from logitless.losses.policy import LossOutput, policy_loss
@@ -428,6 +430,12 @@ def resolved_options(loss: Callable[..., LossOutput], given: dict[str, Any]) -> 
 _DEFAULTS = {key: p.default for key, p in inspect.signature(policy_loss).parameters.items() if p.default is not p.empty}
 
 
+def _number(value: Any) -> Any:
+    """A number for a concrete array without axes; everything else as it is."""
+    single = isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and is_concrete(value)
+    return value.item() if single else value
+
+
 def policy_from_hidden(
     loss: Callable[..., LossOutput],
     hidden: FloatArray,
@@ -452,6 +460,9 @@ def policy_from_hidden(
         counts = counts & (jnp.asarray(segment_ids) != 0)
     resolved = resolved_options(loss, rest)
     if _in_one_pass(name, head, what_is_not_local(resolved)):
+        # A number in an array is read as a number: inside a trace it could not be compared.
+        rest = {key: _number(value) for key, value in rest.items()}
+        resolved = resolved_options(loss, rest)
 
         def of_logprobs(logprobs: FloatArray) -> LossOutput:
             return loss(logprobs, old_logprobs, advantages, mask, **rest)
