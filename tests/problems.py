@@ -1,10 +1,12 @@
 """Inputs that several tests share: fixture F of the public cases, and peaked random problems."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 # N, D, V, each named for the regime it covers.
 SIZES = {
@@ -56,6 +58,19 @@ def peaked(n: int, d: int, v: int, dtype: str, seed: int = 0) -> Problem:
 def in_layout(lm_head: jax.Array, layout: str) -> jax.Array:
     """The head `[V, D]` as `layout` wants it."""
     return lm_head if layout == "VD" else lm_head.T
+
+
+def equations(jaxpr) -> Iterator[Any]:
+    """Every equation of a jaxpr, those of its loops and calls included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jaxprs_in_params(eqn.params):
+            yield from equations(sub)
+
+
+def dynamic_loops(fn: Callable[..., Any], *args) -> int:
+    """Loops whose length is a run-time number: those over blocks that may be skipped."""
+    return sum(eqn.primitive.name == "while" for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def worst(name: str, ours: np.ndarray, plain: np.ndarray, oracle: np.ndarray, allowed: float) -> str:

@@ -302,3 +302,5 @@ def test_refusals(name):
         call(kl_coef=0.1, kl="k3")
     with pytest.raises(ValueError, match=r"temperature=0"):
         call(temperature=0.0)
+    with pytest.raises(ValueError, match=r"linear_\w+: implementation='one_pas' is unknown; .* mean 'one_pass'"):
+        call(implementation="one_pas")

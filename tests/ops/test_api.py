@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend.core import jaxprs_in_params
 
 from logitless.audit import assert_logitless
 from logitless.ops.api import (
@@ -19,7 +18,7 @@ from logitless.ops.api import (
     token_logprobs,
     token_stats,
 )
-from problems import assert_in_budget, peaked
+from problems import assert_in_budget, dynamic_loops, peaked
 
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 blocked = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
@@ -117,23 +116,14 @@ def test_tokens_with_zero_cotangents_are_never_computed(implementation):
         np.testing.assert_array_equal(x, y)
 
 
-def _loops(jaxpr):
-    """Loops whose length is a run-time number: the blocks that are skipped."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "while":
-            yield eqn
-        for sub in jaxprs_in_params(eqn.params):
-            yield from _loops(sub)
-
-
 @blocked
 def test_the_number_of_token_blocks_is_decided_at_run_time(implementation):
     problem = peaked(64, 8, 200, "float32")
     loss = logprob_sum(problem, implementation)
-    assert not list(_loops(jax.make_jaxpr(loss)(problem.hidden, problem.lm_head).jaxpr))
-    assert list(_loops(jax.make_jaxpr(jax.grad(loss))(problem.hidden, problem.lm_head).jaxpr))
+    assert not dynamic_loops(loss, *problem[:2])
+    assert dynamic_loops(jax.grad(loss), *problem[:2])
     masked = logprob_sum(problem, implementation, mask=problem.mask)
-    assert list(_loops(jax.make_jaxpr(masked)(problem.hidden, problem.lm_head).jaxpr))
+    assert dynamic_loops(masked, *problem[:2])
 
 
 @blocked

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend.core import jaxprs_in_params
 
 from logitless.audit import assert_logitless
 from logitless.losses.linear_distillation import linear_distillation_loss
 from logitless.ops import one_pass
 from logitless.ops.api import linear_logprobs, linear_token_loss
 from logitless.ops.blocks import cut_tokens
-from problems import in_layout, peaked
+from problems import dynamic_loops, equations, in_layout, peaked
 from token_loss_oracle import clipped, close, loss_of, weighted_nll
 
 
@@ -119,23 +118,12 @@ def test_cut_tokens_lists_each_token_that_counts_once_the_last_ones_behind(data,
     assert tokens.scatter(front).tolist() == [i + 1 if i in kept else 0 for i in range(count)]
 
 
-def _eqns(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for sub in jaxprs_in_params(eqn.params):
-            yield from _eqns(sub)
-
-
-def _dynamic_loops(fn, *args):
-    return sum(eqn.primitive.name == "while" for eqn in _eqns(jax.make_jaxpr(fn)(*args).jaxpr))
-
-
 def test_the_number_of_blocks_walked_is_decided_at_run_time():
     problem = peaked(64, 8, 200, "float32")
     for mask, blocks in ((None, 0), (problem.mask, 1)):
         loss = loss_of(problem, "one_pass", mask=mask)
-        assert _dynamic_loops(loss, *problem[:2]) == blocks
-        assert _dynamic_loops(jax.grad(loss, (0, 1)), *problem[:2]) == blocks + 1
+        assert dynamic_loops(loss, *problem[:2]) == blocks
+        assert dynamic_loops(jax.grad(loss, (0, 1)), *problem[:2]) == blocks + 1
 
 
 def test_a_call_that_nobody_differentiates_is_the_forward_pass_of_chunked():
@@ -144,7 +132,7 @@ def test_a_call_that_nobody_differentiates_is_the_forward_pass_of_chunked():
         texts = []
         for implementation in ("one_pass", "chunked"):
             loss = loss_of(problem, implementation, mask=mask)
-            shapes = {v.aval.shape for e in _eqns(jax.make_jaxpr(loss)(*problem[:2]).jaxpr) for v in e.outvars}
+            shapes = {v.aval.shape for e in equations(jax.make_jaxpr(loss)(*problem[:2]).jaxpr) for v in e.outvars}
             assert problem.lm_head.shape not in shapes
             texts.append((jax.jit(loss).lower(*problem[:2]).compile().as_text() or "").count(" dot("))
         assert texts == [1, 1]
@@ -175,7 +163,7 @@ def test_40_what_is_frozen_costs_no_gradient(layout, wrt, products):
         assert memory.temp_size_in_bytes < 16 * 4096 * 4 + head.size * 4 // 4
     if layout == "VD":
         # Here the gradient of the hidden states is summed up as [D, places], which the hidden states are not.
-        eqns = _eqns(jax.make_jaxpr(jax.grad(loss, wrt))(problem.hidden, head, problem.bias).jaxpr)
+        eqns = equations(jax.make_jaxpr(jax.grad(loss, wrt))(problem.hidden, head, problem.bias).jaxpr)
         assert ((24, 64) in {v.aval.shape for e in eqns for v in e.outvars}) == (0 in wrt)
 
 

@@ -151,7 +151,9 @@ def _labels(targets: Any, mask: Any) -> Any:
 
 
 def _scalar(output: Any) -> Any:
-    return getattr(output, "loss", output)
+    from logitless.losses.policy import LossOutput
+
+    return output.loss if isinstance(output, LossOutput) else output
 
 
 def _own(arm: ArmConfig) -> Callable[..., Any]:

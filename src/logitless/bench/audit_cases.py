@@ -27,7 +27,7 @@ class AuditConfig:
         sequences: B; must divide tokens.
         layout: DV for a head [D, V], VD for [V, D].
         dtype: of hidden and lm_head.
-        block_sizes: any of block_n, block_v, block_d.
+        block_sizes: any of block_n, block_v, block_d, block_bytes.
     """
 
     implementation: str = "auto"

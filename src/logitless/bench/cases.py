@@ -29,7 +29,7 @@ class ArmConfig:
             GRPO loss as a scalar or a LossOutput. For cross-entropy it is called as `function(hidden, lm_head, labels,
             *, layout)`, labels of -100 ignored. With a softcap in the case it is given `softcap` too.
         name: what the tables call it; the implementation's name unless given.
-        block_sizes: any of block_n, block_v, block_d, for a named implementation.
+        block_sizes: any of block_n, block_v, block_d, block_bytes, for a named implementation.
         framework: of a function of your own: `jax`, or `host` for one that takes numpy arrays and `differentiate`, the
             names of the arrays whose gradients are wanted, and gives `(loss, {name: gradient})` as numpy arrays.
         losses: which losses a function of your own computes; it is left out at the others.

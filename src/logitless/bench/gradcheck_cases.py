@@ -44,7 +44,7 @@ class GradcheckCase:
         layout: DV for a head [D, V], VD for [V, D].
         level: hidden checks linear_logprobs, logits checks token_logprobs.
         implementation: the candidate, as linear_grpo_loss takes it (token_logprobs at the logits level).
-        block_sizes: any of block_n, block_v, block_d.
+        block_sizes: any of block_n, block_v, block_d, block_bytes.
         temperature: divides the logits.
         softcap: final softcap; the head's own unless given.
         logit_scale: multiplies the logits; the head's own unless given.

@@ -1,6 +1,6 @@
 """The losses in plain jnp, with all logits: the oracle of every check of a bench.
 
-It shares no code with what it judges.
+Of what it judges it shares the choice between float32 and float64, and no arithmetic.
 """
 
 from collections.abc import Mapping

@@ -62,6 +62,7 @@ def tunix_grpo(case: Case, *arrays: Any) -> Any:
     common = importlib.import_module("tunix.rl.common")
     logits = jnp.matmul(hidden, lm_head if case.layout == "DV" else lm_head.T, precision=jax.lax.Precision.HIGHEST)
     if case.softcap is not None:
+        logits = logits.astype(jnp.float32)
         logits = case.softcap * jnp.tanh(logits / case.softcap)
     ratio = jnp.exp(common.selective_log_softmax(logits, targets) - old_logprobs)
     advantage = advantages[:, None]
@@ -83,7 +84,7 @@ def _tokamax(implementation: str) -> Callable[..., Any]:
             lm_head if case.layout == "DV" else lm_head.T,
             reduction="none",
             implementation=implementation,
-        )
+        ).astype(jnp.float32)
         counts = mask.reshape(-1).astype(losses.dtype)
         return (losses * counts).sum() / jnp.maximum(counts.sum(), 1.0)
 

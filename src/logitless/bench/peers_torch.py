@@ -5,6 +5,7 @@ torch is imported when a program is made, never before: a process that measures 
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,9 @@ class TorchProgram:
             softcap=batch.softcap,
         )
         self._torch.autograd.grad(self._function(small), moving)
+        if "torch._dynamo" in sys.modules:
+            # Else a loss that torch compiles would run at the case's sizes as code for any size.
+            self._torch.compiler.reset()
 
     def run(self) -> tuple[Any, tuple[Any, ...]]:
         """Runs to the end; gives what `loss` and `values` read."""

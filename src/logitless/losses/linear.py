@@ -18,6 +18,7 @@ from logitless._arrays import (
     accumulator,
     as_mask,
     check_keywords,
+    check_name,
     is_concrete,
     shape_error,
 )
@@ -40,7 +41,7 @@ from logitless.losses.token_local import (
     what_is_not_local,
     with_slope_of,
 )
-from logitless.ops.api import linear_token_loss, linear_token_stats, token_stats
+from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, linear_token_loss, linear_token_stats, token_stats
 from logitless.ops.types import Layout, PrecisionLike, TokenStats
 
 
@@ -98,7 +99,7 @@ def linear_policy_loss(
         advantages: `[B]` or `[B, T]`.
         mask: `[B, T]`; 1 counts.
         **options: those of `policy_loss`, and of the head: `layout`, `bias`, `temperature`, `softcap`, `logit_scale`,
-            `logits_dtype`, `implementation`, `sharding`, `block_sizes`, `precision`, as `linear_token_stats` takes
+            `logits_dtype`, `implementation`, `sharding`, `block_sizes`, `precision`, as `linear_token_loss` takes
             them. `entropy` is computed in the same pass where `entropy_coef` or `top_entropy_quantile` needs it.
 
     Returns:
@@ -156,7 +157,7 @@ def linear_cross_entropy(
         reduction: `"mean"` divides by the sum of the weights of the labels that count (0 if that is 0); `"sum"`;
             `"none"`, of the shape of `labels`, 0 at ignored ones.
         **head: `layout`, `bias`, `temperature`, `softcap`, `logit_scale`, `logits_dtype`, `implementation`, `sharding`,
-            `block_sizes`, `precision`, as `linear_token_stats` takes them.
+            `block_sizes`, `precision`, as `linear_token_loss` takes them.
 
     Returns:
         The loss in nats, float32 (float64 for float64 inputs). Where no label counts: 0, with gradients of 0.
@@ -275,7 +276,7 @@ def linear_dft_loss(
     Raises:
         ValueError: as `linear_token_stats`; weights of another shape; an unknown reduction.
         TypeError: float labels, integer hidden states.
-        NotImplementedError: as `linear_token_stats`.
+        NotImplementedError: as `linear_token_stats`; `"one_pass"` with reduction `"none"`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -369,6 +370,7 @@ def _reduce(
 def _in_one_pass(name: str, head: HeadOptions, not_local: str | None) -> bool:
     """Whether the loss goes in one pass; raises NotImplementedError where it was asked to and cannot."""
     asked = head.get("implementation", "auto")
+    check_name(name, "implementation", asked, ("auto", *TOKEN_LOSS_IMPLEMENTATIONS))
     if asked == "one_pass" and not_local is not None:
         raise NotImplementedError(
             f"{name}: implementation 'one_pass' needs a loss that is a sum over tokens, each term of its own "
@@ -414,6 +416,9 @@ _LABEL_HINTS = {
 }
 
 
+_DEFAULTS = {key: p.default for key, p in inspect.signature(policy_loss).parameters.items() if p.default is not p.empty}
+
+
 def _options_of(loss: Callable[..., LossOutput]) -> set[str]:
     """What a policy loss takes by name, but for the entropies."""
     own = {name for name, p in inspect.signature(loss).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -425,9 +430,6 @@ def resolved_options(loss: Callable[..., LossOutput], given: dict[str, Any]) -> 
     own = {key: p.default for key, p in inspect.signature(loss).parameters.items() if p.default is not p.empty}
     resolved = _DEFAULTS | {key: value for key, value in (own | given).items() if key in _DEFAULTS}
     return resolved | FIXED[loss.__name__] | {"kl": preset_kl(resolved["kl"], resolved["kl_coef"])}
-
-
-_DEFAULTS = {key: p.default for key, p in inspect.signature(policy_loss).parameters.items() if p.default is not p.empty}
 
 
 def _number(value: Any) -> Any:

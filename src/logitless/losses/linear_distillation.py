@@ -85,7 +85,7 @@ def linear_distillation_loss(
         teacher_logit_scale: multiplies the teacher's.
         weights: per token; a token of weight 0 is skipped like an ignored one.
         implementation: `"auto"`, `"chunked"` or `"reference"`. Auto never picks one that holds all logits.
-        block_sizes: `block_n` and `block_v` of the tiles.
+        block_sizes: `block_n` and `block_v` of the tiles, or `block_bytes` of both tiles together.
         precision: of the products; None means HIGHEST for float32 inputs.
 
     Returns:

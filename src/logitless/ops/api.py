@@ -22,7 +22,13 @@ from logitless._arrays import (
 from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_token_loss, check_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
-from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
+from logitless.ops.one_pass import (
+    FEWEST_TOKENS,
+    TokenLoss,
+    linear_token_loss_one_pass,
+    linear_token_loss_two_pass,
+    tokens_within,
+)
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
 from logitless.ops.types import (
     HeadOptions,
@@ -100,7 +106,8 @@ def linear_token_stats(
         implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits.
         sharding: None; sharded heads are not built yet.
         block_sizes: any of `block_n`, `block_v`, `block_d` to override an implementation's rule, or `block_bytes`, the
-            most bytes of float32 logits at one time, for the rule to choose by; an implementation reads those it has.
+            most bytes of float32 logits at one time, for the rule to choose the others by; an implementation reads
+            those it has.
         precision: of the products; None means HIGHEST for float32 inputs.
 
     Returns:
@@ -259,7 +266,8 @@ def linear_token_loss(
         logit_scale: multiplies the logits first.
         mask: `[...]`; tokens at 0 never reach the sum, whatever `token_loss` gives there.
         logits_dtype: dtype to round the raw logits to.
-        implementation: `"auto"` (`"one_pass"`) or a key of `TOKEN_LOSS_IMPLEMENTATIONS`.
+        implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is `"one_pass"`, but `"chunked"` where
+            `block_bytes` hold the logits of fewer than 64 tokens.
         sharding: None.
         block_sizes: overrides of an implementation's rule.
         precision: of the products.
@@ -293,7 +301,8 @@ def linear_token_loss(
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
     options = check_options(name, ("logprobs",), layout, logits_dtype, block_sizes, precision)
-    run = _choose(name, implementation, TOKEN_LOSS_IMPLEMENTATIONS, sharding, auto="one_pass")
+    auto = _one_pass_or_chunked(name, implementation, vocab, targets.size, options)
+    run = _choose(name, implementation, TOKEN_LOSS_IMPLEMENTATIONS, sharding, auto)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     args = check_token_loss(name, token_loss, token_args, targets, dtype)
     if targets.size == 0:
@@ -337,7 +346,8 @@ def token_stats(
         mask: `[...]`; tokens at 0 give 0, carry no gradient and may hold NaN.
         implementation: `"auto"` or a key of `LOGITS_IMPLEMENTATIONS`.
         sharding: None; sharded logits are not built yet.
-        block_sizes: overrides of an implementation's rule; it reads those it has.
+        block_sizes: overrides of an implementation's rule: `block_v`, or `block_bytes`, of which a block takes at least
+            one column of all tokens.
 
     Returns:
         `TokenStats` as from `linear_token_stats`.
@@ -451,6 +461,19 @@ def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
 def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenStats:
     zeros = jnp.zeros(shape, dtype)
     return TokenStats(**dict.fromkeys(options.outputs, zeros))
+
+
+def _one_pass_or_chunked(name: str, implementation: str, vocab: int, count: int, options: HeadOptions) -> str:
+    """What auto is; raises ValueError where one_pass is asked for within bytes that are too few for it."""
+    if options.block_bytes is None:
+        return "one_pass"
+    tokens = tokens_within(options.block_bytes, vocab, options)
+    if implementation == "one_pass" and tokens < (options.block_n or 1):
+        raise ValueError(
+            f"{name}: block_bytes={options.block_bytes} hold the logits of {tokens} tokens over V = {vocab}; "
+            f"one_pass keeps those of {options.block_n or 1} at least: give more bytes, or implementation='chunked'"
+        )
+    return "one_pass" if tokens >= min(options.block_n or FEWEST_TOKENS, count) else "chunked"
 
 
 def _choose(

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless._arrays import BlockSizes, MaskArray, Scalar, accumulator, as_mask, check_name, is_concrete, shape_error
-from logitless.ops.types import BLOCK_SIZES, OUTPUT_NAMES, HeadOptions, Layout, LogitScalars, OutputName, PrecisionLike
+from logitless.ops.types import (
+    BLOCK_SIZES,
+    LOGIT_BYTES,
+    OUTPUT_NAMES,
+    HeadOptions,
+    Layout,
+    LogitScalars,
+    OutputName,
+    PrecisionLike,
+)
 
 
 def check_dtypes(name: str, floats: Mapping[str, jax.Array | None], targets: jax.Array) -> None:
@@ -114,6 +123,12 @@ def check_options(
         check_name(name, "block_sizes", key, BLOCK_SIZES)
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name}: block_sizes[{key!r}] is {size!r}; it must be an integer of at least 1")
+    needed = LOGIT_BYTES * sizes.get("block_n", 1) * sizes.get("block_v", 1)
+    if (given := sizes.get("block_bytes")) is not None and given < needed:
+        raise ValueError(
+            f"{name}: block_sizes={sizes}: the smallest block that these allow has {needed} bytes of float32 logits; "
+            "give as many block_bytes, or leave block_n and block_v to be chosen by them"
+        )
     if logits_dtype is not None:
         dtype = _dtype(logits_dtype)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

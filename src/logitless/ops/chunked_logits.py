@@ -1,5 +1,7 @@
 """Logits that the caller already holds, read in blocks by XLA: no second array of their size but their gradient."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -77,7 +79,8 @@ def _forward(
     also: tuple[str, ...] = (),
 ) -> tuple[TokenStats, Normaliser]:
     vocab = logits.shape[1]
-    cut = vocab_cut(vocab, options)
+    # A tile has the rows of all tokens.
+    cut = vocab_cut(vocab, replace(options, block_n=logits.shape[0]))
     dtype = accumulator(logits.dtype)
 
     def step(i, running):

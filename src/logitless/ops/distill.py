@@ -9,7 +9,7 @@ a sum of 1 by the last digits of a large z.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -50,6 +50,12 @@ class DivergenceOptions:
     kind: Divergence
     student: HeadOptions
     teacher: HeadOptions
+
+    @property
+    def cut(self) -> HeadOptions:
+        """Those to cut the problem by: each head's tile gets half of the bytes."""
+        given = self.student.block_bytes
+        return self.student if given is None else replace(self.student, block_bytes=given // 2)
 
 
 class _Peak(NamedTuple):
@@ -161,7 +167,7 @@ def _forward(
     beta: Float[Array, ""] | None,
     options: DivergenceOptions,
 ) -> _Found:
-    tokens, vocab = cut_problem(student.hidden, student.lm_head, mask, options.student)
+    tokens, vocab = cut_problem(student.hidden, student.lm_head, mask, options.cut)
     dtype = _accumulator(student, teacher)
     v_axis = options.student.layout.index("V")
     zeros = jnp.zeros(tokens.order.shape[0], dtype)
@@ -202,7 +208,7 @@ def _backward(residuals: _Residuals, d_divergence: Float[Array, " N"], options: 
     # An infinite divergence has no slope: like a target without probability, it gives no gradient.
     active = (d_divergence != 0) & ~jnp.isinf(found.divergence)
     hidden, lm_head, bias, scalars = student
-    tokens, vocab = cut_problem(hidden, lm_head, active if mask is None else active & mask, options.student)
+    tokens, vocab = cut_problem(hidden, lm_head, active if mask is None else active & mask, options.cut)
     dtype = _accumulator(student, teacher)
     teacher_front = tokens.gather(teacher.hidden)
     v_axis = options.student.layout.index("V")

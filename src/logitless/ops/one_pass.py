@@ -6,6 +6,7 @@ The head's gradient is added up in float32 over the blocks of tokens: what this 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,13 +22,15 @@ from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
 from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet, row_terms, start
 from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
 
 # The CPU's is measured (docs/measured.md). An accelerator reads and writes the head's gradient once a block of tokens,
 # in float32: the fewer blocks, the better, as far as memory goes.
 CPU_BLOCK_N = 256
 ACCELERATOR_BLOCK_BYTES = 1280 * 2**20
 BLOCK_N_MULTIPLE = 64
+# With fewer tokens a block, reading the head so often costs more than the product that one pass saves.
+FEWEST_TOKENS = 64
 PROBES = (-1e-3, -1.0, -20.0)
 
 TokenLoss = Callable[..., Float[Array, ""]]
@@ -147,10 +150,7 @@ def _sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, To
     hidden, lm_head, bias, targets, mask, token_args, scalars = primals
     options, token_loss = static
     dtype = accumulator(hidden.dtype, lm_head.dtype)
-    vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
-    # Two blocks at least: XLA unrolls a loop of one, and then fuses a temperature or scale into the exponential of the
-    # second walk, which meets other logits than the maximum of the first did: 20 units in the last place at logits of 60.
-    vocab = vocab._replace(size=min(vocab.size, -(-vocab.vocab // 2)))
+    vocab = _cut(lm_head.shape[options.layout.index("V")], options)
     head = _Head(lm_head, bias, scalars, options, vocab, dtype)
     count, width = hidden.shape
     last = _seem_flat(token_loss, token_args, count, dtype)
@@ -276,13 +276,26 @@ def _seem_flat(
     return flat
 
 
+def _cut(vocab: int, options: HeadOptions) -> VocabCut:
+    """Blocks of the vocabulary. The bytes that the caller allows go to the rows that are kept."""
+    cut = vocab_cut(vocab, replace(options, block_bytes=None))
+    # Two blocks at least: XLA unrolls a loop of one, and then fuses a temperature or scale into the exponential of the
+    # second walk, which meets other logits than the maximum of the first did: 20 units in the last place off.
+    return cut._replace(size=min(cut.size, -(-vocab // 2)))
+
+
+def tokens_within(block_bytes: int, vocab: int, options: HeadOptions) -> int:
+    """How many tokens' logits `block_bytes` hold, beside the tile that is being computed."""
+    return block_bytes // (LOGIT_BYTES * (vocab + _cut(vocab, options).size))
+
+
 def _block_n(count: int, vocab: int, options: HeadOptions) -> int:
     """Tokens of a block: a quarter of a small batch at most, which is then not held whole either."""
     if options.block_n is not None:
         return options.block_n
     if options.block_bytes is None and jax.default_backend() == "cpu":
         return min(CPU_BLOCK_N, -(-count // 4))
-    most = max(1, (options.block_bytes or ACCELERATOR_BLOCK_BYTES) // (4 * vocab))
+    most = max(1, tokens_within(options.block_bytes or ACCELERATOR_BLOCK_BYTES, vocab, options))
     # Blocks of about one size: a last one of a few tokens would cost as much as a full one.
     blocks = max(4, -(-count // most))
     even = -(-count // blocks)

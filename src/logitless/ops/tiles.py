@@ -13,7 +13,7 @@ from logitless._arrays import common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.derivatives import Differentiated
 from logitless.ops.softmax import transform_logits
-from logitless.ops.types import HeadOptions, LogitScalars
+from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars
 
 # Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
 # larger products, are not yet.
@@ -146,13 +146,16 @@ def _rule(options: HeadOptions) -> tuple[int, int]:
     block_n, block_v = CPU_BLOCKS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCKS
     if options.block_bytes is None:
         return block_n, block_v
-    block_n = options.block_n or block_n
-    elements = max(1, options.block_bytes // 4)
+    elements = max(1, options.block_bytes // LOGIT_BYTES)
+    if options.block_v is not None:
+        return max(1, min(block_n, elements // options.block_v)), options.block_v
     # Columns first: they cost no more reads of the head, while fewer tokens do.
-    wanted = elements // block_n
+    wanted = elements // (options.block_n or block_n)
     if wanted >= SMALLEST_BLOCK_V:
-        return block_n, wanted - wanted % SMALLEST_BLOCK_V
-    return max(1, min(block_n, elements // SMALLEST_BLOCK_V)), min(SMALLEST_BLOCK_V, elements)
+        wanted -= wanted % SMALLEST_BLOCK_V
+    elif options.block_n is None:
+        return max(1, min(block_n, elements // SMALLEST_BLOCK_V)), min(SMALLEST_BLOCK_V, elements)
+    return options.block_n or block_n, max(1, wanted)
 
 
 def head_block(

@@ -54,7 +54,7 @@ class HeadOptions:
         block_n: tokens of a block, or None for the implementation's own rule.
         block_v: vocabulary columns of a block, or None for the implementation's own rule.
         block_d: hidden columns of a block, or None for the implementation's own rule.
-        block_bytes: most bytes of logits at one time, for the rule to choose the blocks by; None for its own.
+        block_bytes: most bytes of float32 logits at one time, for the rule to choose the blocks by; None for its own.
     """
 
     layout: Layout = "DV"
@@ -69,3 +69,5 @@ class HeadOptions:
 
 BLOCK_SIZES = ("block_n", "block_v", "block_d", "block_bytes")
 """What `block_sizes` may hold."""
+LOGIT_BYTES = 4
+"""Bytes of a logit as `block_bytes` counts them: float32."""
