@@ -86,3 +86,9 @@ def common_dtype(*dtypes: np.dtype) -> np.dtype:
 def accumulator(*dtypes: np.dtype) -> np.dtype:
     """Float32, or float64 where an input is float64: the dtype of sums, logits and statistics."""
     return common_dtype(np.dtype(np.float32), *dtypes)
+
+
+def target_platform() -> str:
+    """The platform that a trace is for: that of the abstract device of the mesh in use, else that of the process."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform

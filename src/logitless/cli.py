@@ -4,6 +4,7 @@ Nothing heavy is imported before a subcommand is known, so that `--help` answers
 """
 
 import argparse
+import os
 import re
 import sys
 import traceback
@@ -55,6 +56,15 @@ def _audit() -> tuple[type, Callable[[Any], int]]:
     return AuditConfig, run_audit
 
 
+def _plan() -> tuple[type, Callable[[Any], int]]:
+    # Nothing is run here: this process needs no device, and on a machine without a TPU libtpu only makes noise.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from logitless.bench.plan_cases import PlanConfig
+    from logitless.bench.plan_run import run_plan
+
+    return PlanConfig, run_plan
+
+
 JOBS = {
     "bench": _Job(
         "time and memory of implementations, side by side",
@@ -87,6 +97,18 @@ array of about tokens x vocabulary elements with the source line that made it.
 example:
   logitless audit configs/audit_qwen25_1p5b.yaml --tokens 4096""",
         _audit,
+    ),
+    "plan": _Job(
+        "does it fit, and how fast is it, on a chip that is not here?",
+        """\
+Compiles the loss and its gradients for named TPUs (or NVIDIA cards) with their own compiler, in a process of its
+own, without running anything, and shows memory, which is exact, and time, which is the compiler's estimate.
+Appends a record to results/. TPUs need pip install 'logitless[tpu]'.
+
+examples:
+  logitless plan configs/plan_qwen25_7b_v6e.yaml
+  logitless plan configs/plan_solve_v6e.yaml --reserve_gb 12   # the most tokens that fit beside 12 GB""",
+        _plan,
     ),
 }
 

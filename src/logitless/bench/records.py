@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless._files import replace_file
 from logitless.bench.errors import BenchError
 
 
@@ -48,16 +49,6 @@ def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     replace_file(path, (before + lines).encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes under another name first, then renames."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

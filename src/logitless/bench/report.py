@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from logitless._files import replace_file
 from logitless.bench.errors import BenchError
-from logitless.bench.records import latest_run, read_records, replace_file
+from logitless.bench.records import latest_run, read_records
 
 Record = dict[str, Any]
 

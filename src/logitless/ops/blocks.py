@@ -110,7 +110,9 @@ def cut_tokens(
         slots = jnp.where(group, filled + rank - 1, slots)
         filled = filled + rank[-1]
     order = jnp.full(places, count, jnp.int32).at[slots].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
-    return TokenCut(order, slots, size, -(-filled // size) if mask is not None else places // size)
+    most = places // size
+    # Never more than this many; said in the program, `logitless.plan` can read it there.
+    return TokenCut(order, slots, size, most if mask is None else jnp.minimum(-(-filled // size), most))
 
 
 def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:

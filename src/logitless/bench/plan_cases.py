@@ -1,0 +1,229 @@
+"""What `logitless plan` plans: the YAML config, and the loss and gradients of an LM head as a function and its shapes."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from logitless.bench.cases import DIFFERENTIATED, Loss, known_head
+from logitless.bench.errors import BenchError
+from logitless.losses.linear import linear_cross_entropy
+from logitless.losses.linear_presets import linear_grpo_loss
+from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS
+from logitless.plan import Topology, topology
+
+PLAIN = "plain_jnp"
+"""The loss as it is written without a library: logits in the model's dtype, cast to float32, log_softmax."""
+
+TOKENS_AXIS = "tokens"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Memory and speed of the loss and its gradients at an LM head, on chips that are not here.
+
+    Args:
+        name: names the record `NAME.jsonl` and the plot `NAME.png`.
+        topologies: chips: `v6e`, `v5e`, `v5p`, `v4`, `7x` for one chip, `v6e:2x4` for eight; or a card: `h100`, `a100`,
+            `b200`. On several chips the tokens are split over all of them and the head is on each.
+        implementations: `plain_jnp` (the loss as it is written without a library), and names that `linear_grpo_loss`
+            takes. Gains are to the first one.
+        heads: models such as `qwen2.5-7b`, which give D, V, layout and softcap; in place of the next two keys.
+        hidden_size: D.
+        vocab_size: V.
+        layout: of the head: `VD` or `DV`; unless given that of the model, `VD` where it is tied.
+        tokens: N on each chip, in `sequences` sequences.
+        sequences: B on each chip; divides every N. With `solve: batch` it is what is solved for.
+        dtype: of hidden states and head.
+        loss: `grpo` or `cross_entropy`.
+        differentiate: whose gradients are computed; `[hidden]` for a frozen head.
+        solve: `tokens` finds the most tokens on a chip that fit, in steps of `step`; `batch` the most sequences of
+            `tokens` tokens each. In place of a plan of each size.
+        step: of the tokens that `solve` tries; `batch` goes in steps of one sequence.
+        most: the most tokens that `solve` tries.
+        reserve_gb: GB of HBM for what else a device holds, such as the rest of the model and its optimizer.
+        timeout_s: seconds that one compile may take.
+        python: interpreter of the environment that has the compiler; this one unless given.
+        cache: keep the compiler's answers, and take them from there.
+        results: folder of record and plot.
+        plot: whether to draw the plot.
+    """
+
+    name: str
+    topologies: tuple[str, ...]
+    implementations: tuple[str, ...] = (PLAIN, "reference", "chunked", "one_pass")
+    heads: tuple[str, ...] = ()
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    layout: Literal["DV", "VD"] | None = None
+    tokens: tuple[int, ...] = (8192,)
+    sequences: int = 8
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    loss: Loss = "grpo"
+    differentiate: tuple[Literal["hidden", "lm_head"], ...] = DIFFERENTIATED
+    solve: Literal["tokens", "batch"] | None = None
+    step: int = 1024
+    most: int = 2**20
+    reserve_gb: float = 0.0
+    timeout_s: float = 600.0
+    python: str | None = None
+    cache: bool = True
+    results: str = "results"
+    plot: bool = False
+
+    def __post_init__(self) -> None:
+        _need(
+            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name)),
+            f"name is {self.name!r}; use letters, digits, _ and - only",
+        )
+        for key in ("topologies", "implementations", "tokens", "differentiate"):
+            _need(bool(getattr(self, key)), f"{key} is empty; give one or more")
+        for name in self.topologies:
+            topology(name)
+        known = (PLAIN, "auto", *TOKEN_LOSS_IMPLEMENTATIONS)
+        for name in self.implementations:
+            _need(name in known, f"implementation {name!r} is unknown; known: {', '.join(known)}")
+        sized = (self.hidden_size is not None, self.vocab_size is not None)
+        _need(any(sized) != bool(self.heads) and all(sized) == any(sized), "give heads, or hidden_size and vocab_size")
+        for key in ("hidden_size", "vocab_size", "sequences", "step", "most", "timeout_s"):
+            value = getattr(self, key)
+            _need(value is None or value > 0, f"{key} is {value}; it must be above 0")
+        _need(self.reserve_gb >= 0, f"reserve_gb is {self.reserve_gb}; it must not be below 0")
+        for tokens in self.tokens:
+            _need(tokens > 0, f"tokens is {tokens}; it must be above 0")
+            _need(
+                self.solve is not None or tokens % self.sequences == 0,
+                f"{tokens} tokens do not divide into {self.sequences} sequences",
+            )
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """One program to plan, but for its implementation and, with `solve`, its size."""
+
+    where: Topology
+    head: str | None
+    hidden_size: int
+    vocab_size: int
+    layout: Literal["DV", "VD"]
+    softcap: float | None
+    logit_scale: float
+    dtype: str
+    loss: Loss
+    differentiate: tuple[str, ...]
+
+
+def cases_of(config: PlanConfig) -> list[PlanCase]:
+    """A case for each chip and head."""
+    cases = []
+    for name in config.topologies:
+        for model in [known_head(head) for head in config.heads] or [None]:
+            tied = model is not None and model.tied
+            cases.append(
+                PlanCase(
+                    where=topology(name),
+                    head=None if model is None else model.name,
+                    hidden_size=config.hidden_size or 0 if model is None else model.hidden_size,
+                    vocab_size=config.vocab_size or 0 if model is None else model.vocab_size,
+                    layout=config.layout or ("VD" if tied else "DV"),
+                    softcap=None if model is None else model.softcap,
+                    logit_scale=1.0 if model is None else model.logit_scale,
+                    dtype=config.dtype,
+                    loss=config.loss,
+                    differentiate=config.differentiate,
+                )
+            )
+    return cases
+
+
+def program(
+    case: PlanCase, implementation: str, sequences: int, positions: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The loss and its gradients on every chip of the case, and the shapes of its arguments.
+
+    Args:
+        case: chip and head.
+        implementation: `plain_jnp` or a name that `linear_grpo_loss` takes.
+        sequences: on each device.
+        positions: T.
+    """
+    devices = case.where.devices
+    mesh = None if case.where.shape is None else AbstractMesh((devices,), (TOKENS_AXIS,))
+    batch = sequences * devices
+    dtype, wide = jnp.dtype(case.dtype), jnp.float32
+    weight = (case.hidden_size, case.vocab_size) if case.layout == "DV" else (case.vocab_size, case.hidden_size)
+    split, whole = P(TOKENS_AXIS), P()
+
+    def shape(dims: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=None if mesh is None else NamedSharding(mesh, spec))
+
+    args = (
+        shape((batch, positions, case.hidden_size), dtype, split),
+        shape(weight, dtype, whole),
+        shape((batch, positions), jnp.int32, split),
+        shape((batch, positions), wide, split),  # old_logprobs
+        shape((batch,), wide, split),  # advantages
+        shape((batch, positions), jnp.bool_, split),  # mask
+    )
+    argnums = tuple(DIFFERENTIATED.index(name) for name in case.differentiate)
+    step = jax.value_and_grad(_loss(case, implementation), argnums)
+    if mesh is None:
+        return step, args
+
+    def everywhere(*args: Any) -> Any:
+        value, gradients = step(*args)
+        # The gradient of the head is a sum over the tokens of all chips.
+        summed = [
+            gradient if name == "hidden" else jax.lax.psum(gradient, TOKENS_AXIS)
+            for name, gradient in zip(case.differentiate, gradients, strict=True)
+        ]
+        return jax.lax.pmean(value, TOKENS_AXIS), tuple(summed)
+
+    specs = tuple(split if name == "hidden" else whole for name in case.differentiate)
+    in_specs = (split, whole, split, split, split, split)
+    # The replication check knows nothing of custom derivatives.
+    return jax.shard_map(everywhere, mesh=mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False), args
+
+
+def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
+    if implementation == PLAIN:
+        return _plain_loss(case)
+    options: dict[str, Any] = {
+        "layout": case.layout,
+        "softcap": case.softcap,
+        "logit_scale": case.logit_scale,
+        "implementation": implementation,
+    }
+
+    def loss(hidden, lm_head, targets, old_logprobs, advantages, mask):
+        if case.loss == "cross_entropy":
+            return linear_cross_entropy(hidden, lm_head, jnp.where(mask, targets, -100), **options)
+        return linear_grpo_loss(hidden, lm_head, targets, old_logprobs, advantages, mask, **options).loss
+
+    return loss
+
+
+def _plain_loss(case: PlanCase) -> Callable[..., Any]:
+    def loss(hidden, lm_head, targets, old_logprobs, advantages, mask):
+        logits = hidden @ (lm_head if case.layout == "DV" else lm_head.T)
+        logits = logits.astype(jnp.float32) * case.logit_scale
+        if case.softcap is not None:
+            logits = case.softcap * jnp.tanh(logits / case.softcap)
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+        if case.loss == "cross_entropy":
+            return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+        ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
+        token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+        return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).mean()
+
+    return loss
+
+
+def _need(holds: bool, message: str) -> None:
+    if not holds:
+        raise BenchError(f"plan config: {message}")

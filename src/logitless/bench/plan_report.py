@@ -1,0 +1,102 @@
+"""The table and the sentences of `logitless plan`."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from logitless.bench.report import duration, factor, size
+from logitless.plan.report import ESTIMATE
+
+Record = dict[str, Any]
+
+HEADERS = ("chip", "head", "tokens", "implementation", "temp", "arguments", "results", "total of HBM", "fits")
+HEADERS += ("time (estimate)", "MXU", "collectives", "compile")
+
+
+def plan_table(records: Sequence[Record]) -> Table:
+    """A row for each program; one that does not fit says why."""
+    first = records[0]
+    case = first["case"]
+    both = len(case["differentiate"]) == 2
+    gradients = "both gradients" if both else f"the gradient of {case['differentiate'][0]} alone"
+    about = f"per device; {case['loss']} loss and {gradients}, {case['dtype']}"
+    caption = f"{about}. Memory: exact. Time: {ESTIMATE}; see docs/planning.md"
+    table = Table(title=first["name"], caption=caption)
+    for name in HEADERS:
+        table.add_column(name, overflow="fold")
+    for record in records:
+        table.add_row(*_cells(record, records), style=None if record["plan"]["fits"] else "red")
+    return table
+
+
+def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
+    case, plan = record["case"], record["plan"]
+    baseline = baseline_of(record, records)
+    sizes = f"D={case['hidden_size']}, V={case['vocab_size']}"
+    total = "" if plan["total_bytes"] is None else f"{size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
+    if plan["expected_ms"] is None:
+        # Cards have no estimate; a program that did not compile has none either.
+        time = "not available without the card" if plan["temp_bytes"] is not None else ""
+    else:
+        time = duration(plan["expected_ms"]) + _ratio(plan, baseline, "expected_ms")
+    temp = "" if plan["temp_bytes"] is None else size(plan["temp_bytes"]) + _ratio(plan, baseline, "temp_bytes")
+    return (
+        case["where"],
+        f"{case['head'] or ''} {sizes}".strip(),
+        f"{case['tokens']:,}",
+        record["implementation"],
+        temp,
+        _size(plan["argument_bytes"]),
+        _size(plan["output_bytes"]),
+        total,
+        "yes" if plan["fits"] else f"no: {plan['reason']}",
+        time,
+        "" if plan["mxu_use"] is None else f"{plan['mxu_use']:.0%}",
+        _size(plan["collective_bytes"] or None),
+        f"{plan['compile_s']:.0f} s" if plan["compile_s"] else "cached",
+    )
+
+
+def _size(bytes_: float | None) -> str:
+    return "" if bytes_ is None else size(bytes_)
+
+
+def _ratio(plan: Record, baseline: Record | None, key: str) -> str:
+    if baseline is None or not baseline["plan"][key] or baseline["case"]["solve"] is not None:
+        return ""
+    return f" ({factor(plan[key] / baseline['plan'][key])})"
+
+
+def baseline_of(record: Record, records: Sequence[Record]) -> Record | None:
+    """The record of the first implementation at the same chip, head and size."""
+    same = ("where", "head", "hidden_size", "vocab_size", "layout")
+    size_too = () if record["case"]["solve"] else ("tokens",)
+    keys = (*same, *size_too)
+    return next((r for r in records if all(r["case"][key] == record["case"][key] for key in keys)), None)
+
+
+def plan_words(records: Sequence[Record]) -> Iterator[str]:
+    """What a reader should take home, and what the figures rest on."""
+    for record in records:
+        case, plan = record["case"], record["plan"]
+        baseline = baseline_of(record, records)
+        where = f"{record['implementation']} on {case['where']}{', ' + case['head'] if case['head'] else ''}"
+        if case["solve"] is not None:
+            yield f"{where}: {_solved(record, baseline)}"
+        for note in plan["notes"]:
+            yield f"{where}: {note}"
+    yield f"Times are a {ESTIMATE}; memory is what the compiled program takes."
+
+
+def _solved(record: Record, baseline: Record | None) -> str:
+    case, plan = record["case"], record["plan"]
+    if not case["tokens"]:
+        return f"not even the smallest size fits ({plan['reason']})"
+    line = f"{case['tokens']:,} tokens a chip fit ({size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
+    line += f", {size(plan['reserve_bytes'])} kept for the rest)" if plan["reserve_bytes"] else ")"
+    if baseline is None or baseline is record:
+        return line
+    if not baseline["case"]["tokens"]:
+        return f"{line}; {baseline['implementation']} fits no tokens"
+    return f"{line}: {factor(case['tokens'] / baseline['case']['tokens'])} those of {baseline['implementation']}"

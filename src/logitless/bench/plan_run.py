@@ -1,0 +1,104 @@
+"""Runs `logitless plan`: a plan for each chip, head, size and implementation, or the largest size that fits."""
+
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from logitless.bench.plan_cases import PlanCase, PlanConfig, cases_of, program
+from logitless.bench.plan_report import plan_table, plan_words
+from logitless.bench.plots import plot_plans
+from logitless.bench.records import append_records, commit_of_package, results_folder
+from logitless.plan import ProgramPlan, largest, plan_function
+
+GB = 10**9
+
+
+def run_plan(config: PlanConfig) -> int:
+    """Plans every case, prints the table, appends the record and draws the plot.
+
+    Args:
+        config: what to plan; see `PlanConfig`.
+
+    Returns:
+        The exit code: 0 when every program was planned, whether it fits or not; 1 when the compiler refused one for
+        another reason than memory, died or was stopped.
+
+    Raises:
+        BenchError: a config without meaning.
+        CompilerMissing: the compiler is not installed; says what to install.
+    """
+    folder = results_folder(config.results)
+    cases = cases_of(config)
+    sizes = [None] if config.solve == "tokens" else list(config.tokens)
+    jobs = [(case, size, name) for case in cases for size in sizes for name in config.implementations]
+    about = commit_of_package() | {"name": config.name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    records = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(jobs))
+        for case, size, name in jobs:
+            said = f"{name} on {case.where}"
+            progress.update(task, description=said)
+
+            def tell(size: int, plan: ProgramPlan, said: str = said) -> None:
+                verdict = "fits" if plan.fits else "does not fit"
+                progress.update(
+                    task,
+                    description=f"{said}: {size:,} {'sequences' if config.solve == 'batch' else 'tokens'}: {verdict}",
+                )
+
+            records.append(about | _plan(config, case, size, name, tell))
+            progress.advance(task)
+    append_records(folder / f"{config.name}.jsonl", records)
+    console = Console()
+    console.print(plan_table(records))
+    for line in plan_words(records):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if config.plot:
+        plot_plans(records, folder / f"{config.name}.png")
+    console.print(f"recorded in {folder / config.name}.jsonl", markup=False, highlight=False, soft_wrap=True)
+    return 0 if all(r["plan"]["fits"] or "out of HBM" in r["plan"]["reason"] for r in records) else 1
+
+
+def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: str, tell: Any) -> dict[str, Any]:
+    """The record of one program, or of the largest one that fits."""
+    options: dict[str, Any] = {
+        "reserve_bytes": int(config.reserve_gb * GB),
+        "timeout_s": config.timeout_s,
+        "python": config.python,
+        "use_cache": config.cache,
+    }
+    where = str(case.where)
+    if config.solve is None:
+        assert size is not None
+        fn, args = program(case, implementation, config.sequences, size // config.sequences)
+        tokens, plan = size, plan_function(fn, args, where, **options)
+    elif config.solve == "batch":
+        assert size is not None
+        batch, plan = largest(
+            lambda n: program(case, implementation, n, size),
+            where,
+            step=1,
+            most=max(1, config.most // size),
+            tell=tell,
+            **options,
+        )
+        tokens = batch * size
+    else:
+        # Whole sequences at every size: one of `step` tokens each.
+        tokens, plan = largest(
+            lambda n: program(case, implementation, n // config.step, config.step),
+            where,
+            step=config.step,
+            most=config.most,
+            tell=tell,
+            **options,
+        )
+    return {
+        "case": asdict(replace(case, where=case.where)) | {"where": where, "tokens": tokens, "solve": config.solve},
+        "implementation": implementation,
+        "plan": plan.record(),
+    }

@@ -1,0 +1,124 @@
+"""Time, products and traffic of a compiled program, from its text: the compiler's estimates, times how often each runs."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+
+from logitless.plan.hlo import Instruction, Module, item_bytes
+from logitless.plan.loops import Place, trip_count
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+MOSAIC = "tpu_custom_call"
+
+
+@dataclass
+class Estimate:
+    """Sums over one run of a program on one device.
+
+    Attributes:
+        cycles: estimated by XLA for what it compiles itself; Mosaic kernels have none here.
+        flops: of the products, two for each multiplication and addition.
+        collective_bytes: results of collectives.
+        kernels: how often each Mosaic kernel runs.
+        bounded: loops counted with the most that they can run.
+        unknown: loops of unknown length, counted once, and conditionals of which the longest branch is counted.
+    """
+
+    cycles: float = 0.0
+    flops: float = 0.0
+    collective_bytes: float = 0.0
+    kernels: Counter[str] = field(default_factory=Counter)
+    bounded: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, other: "Estimate", times: float = 1.0) -> None:
+        """Adds `other`, run `times` times."""
+        self.cycles += times * other.cycles
+        self.flops += times * other.flops
+        self.collective_bytes += times * other.collective_bytes
+        for name, count in other.kernels.items():
+            self.kernels[name] += int(count * times)
+        self.bounded += other.bounded
+        self.unknown += other.unknown
+
+
+def estimate(module: Module) -> Estimate:
+    """The sums of a program."""
+    return _of_computation(module, Place(module.computations[module.entry]))
+
+
+def _of_computation(module: Module, place: Place) -> Estimate:
+    total = Estimate()
+    for x in place.computation:
+        total.cycles += x.cycles or 0
+        if x.op == "while":
+            _add_loop(module, x, place, total)
+        elif x.op == "conditional":
+            branches = [_of_computation(module, Place(module.computations[name], (x, place))) for name in x.branches]
+            total.add(max(branches, key=lambda branch: (branch.cycles, branch.flops)))
+            total.unknown.append(f"conditional {x.name} ({_where(x)}): its longest branch is counted")
+        elif x.op in ("fusion", "call", "async-start"):
+            called = Place(module.callee(x, "to_apply" if x.op == "call" else "calls"), (x, place))
+            inside = _of_computation(module, called)
+            if x.cycles is not None:
+                # Those of a fusion are its own, whatever stands inside.
+                inside.cycles = 0.0
+            total.add(inside)
+        elif x.op in ("dot", "convolution"):
+            total.flops += _flops(x, place)
+        elif x.op == "custom-call" and x.attribute("custom_call_target") is None and MOSAIC in x.rest:
+            total.kernels[kernel_name(x)] += 1
+        elif x.op.removesuffix("-start") in _COLLECTIVES:
+            total.collective_bytes += x.bytes if not x.op.endswith("-start") else _result_bytes(x)
+    return total
+
+
+def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) -> None:
+    trips = trip_count(module, loop, place)
+    if trips is None:
+        total.unknown.append(f"loop {loop.name} ({_where(loop)}): of unknown length, counted once")
+    elif not trips.exact:
+        total.bounded.append(f"loop {loop.name} ({_where(loop)}): at most {trips.number} times, counted so often")
+    times = 1 if trips is None else trips.number
+    for attribute in ("body", "condition"):
+        total.add(_of_computation(module, Place(module.callee(loop, attribute), (loop, place))), times)
+
+
+def kernel_name(x: Instruction) -> str:
+    """The name that a Pallas kernel was given."""
+    named = re.search(r'"?kernel_name"?[=:]\s*"([^"]+)"', x.rest)
+    return named.group(1) if named else x.source.rsplit("/", 1)[-1] or x.name
+
+
+def _flops(x: Instruction, place: Place) -> float:
+    """Of a product, which XLA for TPU writes as a convolution."""
+    left = place[x.operands[0]].shapes[0][1]
+    result = prod(x.shapes[0][1])
+    if x.op == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
+        places = [int(i) for i in contracted[1].split(",") if i] if contracted else []
+        return 2.0 * result * prod(left[i] for i in places)
+    labels = x.attribute("dim_labels") or "bf_io->bf"
+    window = re.search(r"window=\{size=([\dx]+)", x.rest)
+    taps = prod(int(n) for n in window[1].split("x")) if window else 1
+    return 2.0 * result * left[labels.split("_")[0].index("f")] * taps
+
+
+def _result_bytes(x: Instruction) -> float:
+    """The last array of an asynchronous start is what it brings."""
+    arrays = [(dtype, dims) for dtype, dims in x.shapes if dims]
+    return item_bytes(arrays[-1][0]) * prod(arrays[-1][1]) if arrays else 0.0
+
+
+def _where(x: Instruction) -> str:
+    """The innermost named function that it comes from."""
+    names = re.findall(r"jit\((\w+)\)", x.source)
+    return names[-1] if names else x.source.rsplit("/", 1)[-1] or "no source"
+
+
+def products(module: Module) -> Iterator[Instruction]:
+    """Every product of the program."""
+    for computation in module.computations.values():
+        yield from (x for x in computation if x.op in ("dot", "convolution"))

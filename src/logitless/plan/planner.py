@@ -1,0 +1,239 @@
+"""Plans a function for a chip that is not here, and finds the largest size that fits."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from logitless._files import cache_dir, replace_file
+from logitless.plan.chips import Topology, topology
+from logitless.plan.compiler import Compiled, CompileFailed, compiled, versions
+from logitless.plan.estimate import estimate
+from logitless.plan.hlo import parse
+from logitless.plan.program import Program, export_program
+from logitless.plan.report import KernelPlan, ProgramPlan
+
+TIMEOUT_S = 600.0
+
+
+def plan_function(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    where: str = "v6e",
+    *,
+    donate_argnums: Sequence[int] = (),
+    reserve_bytes: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    python: str | None = None,
+    use_cache: bool = True,
+) -> ProgramPlan:
+    """Memory and time of a function on a chip that is not here, by the chip's real compiler. Nothing is run.
+
+    Equal to
+        memory: jax.jit(fn, donate_argnums=...).lower(*args).compile().memory_analysis(), with a TPU as the device
+        time: the compiler's estimated cycles of every fusion times how often it runs, over the clock
+
+    Args:
+        fn: what `jax.jit` takes: a loss with its gradients, a whole training step.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct` in trees. For several devices each has a `NamedSharding` over
+            one `jax.sharding.AbstractMesh`, whose size is the number of devices of the topology.
+        where: `"v6e"` for one chip, `"v6e:2x4"`, `"v5p:2x2x1"`, ..., or a card: `"h100"`, `"a100"`, `"b200"`.
+        donate_argnums: arguments whose memory the results may take.
+        reserve_bytes: of HBM, for what else the device holds, such as the rest of the model.
+        timeout_s: seconds that the compiler may take.
+        python: interpreter of the environment that has the compiler; this one unless given.
+        use_cache: keep answers in `$LOGITLESS_CACHE/plan`, and take them from there.
+
+    Returns:
+        A `ProgramPlan`, per device. A program that does not compile is one that does not fit, with the reason.
+
+    Raises:
+        ValueError: an unknown topology; a mesh of another size.
+        CompilerMissing: the compiler is not installed; says what to install. A ValueError.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from logitless.plan import plan_function
+        >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+        >>> plan_function(lambda x: x @ x, (x,), "v6e").total_bytes  # doctest: +SKIP
+        67108864
+
+    Reference: https://docs.jax.dev/en/latest/aot.html (ahead-of-time compilation). Departures: the compiler runs in a
+    process of its own, so that this one never loads it.
+    """
+    place = topology(where)
+    found = versions(place.chip.platform, python or sys.executable)
+    program = export_program(fn, args, place, donate_argnums)
+    entry = cache_dir() / "plan" / f"{_key(program, place, found)}.json"
+    plan = _read(entry) if use_cache else None
+    if plan is None:
+        plan, lasting = _compile(program, place, timeout_s, python or sys.executable)
+        if use_cache and lasting:
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(entry, json.dumps(dataclasses.asdict(plan)).encode())
+    return _with_reserve(plan, reserve_bytes)
+
+
+def largest(
+    make: Callable[[int], tuple[Callable[..., Any], Sequence[Any]]],
+    where: str = "v6e",
+    *,
+    step: int = 1024,
+    most: int = 2**20,
+    tell: Callable[[int, ProgramPlan], None] = lambda size, plan: None,
+    **options: Any,
+) -> tuple[int, ProgramPlan | None]:
+    """The largest size whose program fits, by bisection; memory is taken to grow with the size.
+
+    Args:
+        make: a size to the function and its arguments, as `plan_function` takes them.
+        where: see `plan_function`.
+        step: sizes are multiples of it.
+        most: no size above it is tried.
+        tell: called with each size and its plan.
+        **options: as `plan_function` takes them.
+
+    Returns:
+        The size and its plan; 0 and the plan of the smallest size where that does not fit.
+
+    Raises:
+        ValueError: as `plan_function`; a step that is not above 0, or above `most`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from logitless.plan import largest
+        >>> def make(n):
+        ...     return (lambda x: x @ x.T), (jax.ShapeDtypeStruct((n, 1024), jnp.float32),)
+        >>> largest(make, "v6e")[0]  # doctest: +SKIP
+        90112
+
+    Reference: bisection. Departures: the next size is guessed from the bytes of the two around it.
+    """
+    if not 0 < step <= most:
+        raise ValueError(f"plan: step={step}, most={most}; they must be 0 < step <= most")
+
+    def at(units: int) -> ProgramPlan:
+        fn, args = make(units * step)
+        plan = plan_function(fn, args, where, **options)
+        tell(units * step, plan)
+        return plan
+
+    low, low_plan = 1, at(1)
+    if not low_plan.fits:
+        return 0, low_plan
+    limit, high, high_plan = most // step, 2, None
+    while high <= limit:
+        plan = at(high)
+        if not plan.fits:
+            high_plan = plan
+            break
+        low, low_plan, high = high, plan, max(high + 1, min(2 * high, limit))
+    while high_plan is not None and high - low > 1:
+        middle = _between(low, low_plan, high, high_plan)
+        plan = at(middle)
+        if plan.fits:
+            low, low_plan = middle, plan
+        else:
+            high, high_plan = middle, plan
+    return low * step, low_plan
+
+
+def _between(low: int, low_plan: ProgramPlan, high: int, high_plan: ProgramPlan) -> int:
+    """The size between two at which a straight line through their bytes reaches the limit; the middle without bytes."""
+    middle = (low + high) // 2
+    below, above = low_plan.total_bytes, high_plan.total_bytes
+    if below is None or above is None or above <= below:
+        return middle
+    room = low_plan.hbm_bytes - low_plan.reserve_bytes - below
+    guess = low + int((high - low) * room / (above - below))
+    # Within the middle half, so that a bad guess still halves the rest twice as slowly at worst.
+    quarter = max(1, (high - low) // 4)
+    return min(max(guess, low + quarter), high - quarter) if high - low > 3 else middle
+
+
+def _compile(program: Program, place: Topology, timeout_s: float, python: str) -> tuple[ProgramPlan, bool]:
+    """The plan, and whether the same answer would come again."""
+    empty = ProgramPlan(str(place), fits=False, reason=None, hbm_bytes=place.chip.hbm_bytes)
+    try:
+        with compiled(program, place, timeout_s=timeout_s, python=python) as result:
+            return _plan_of(result, program, place), True
+    except CompileFailed as error:
+        return dataclasses.replace(empty, reason=str(error), total_bytes=error.needed_bytes), error.lasting
+
+
+def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan:
+    sizes, chip = result.sizes, place.chip
+    plan = ProgramPlan(
+        str(place),
+        fits=True,
+        reason=None,
+        hbm_bytes=chip.hbm_bytes,
+        temp_bytes=sizes["temp"],
+        argument_bytes=sizes["argument"],
+        output_bytes=sizes["output"],
+        alias_bytes=sizes["alias"],
+        total_bytes=sizes["temp"] + sizes["argument"] + sizes["output"] - sizes["alias"],
+        compile_s=round(result.seconds, 1),
+    )
+    if chip.clock_hz is None:
+        return plan
+    sums = estimate(parse(result.hlo))
+    kernels = tuple(KernelPlan(name, runs, schedule_ms=0.0) for name, runs in sums.kernels.items())
+    xla_ms = sums.cycles / chip.clock_hz * 1e3
+    return dataclasses.replace(
+        plan,
+        xla_ms=xla_ms,
+        kernels=kernels,
+        expected_ms=xla_ms,
+        mxu_use=sums.flops / chip.flops_per_s / (xla_ms * 1e-3) if xla_ms else None,
+        flops=sums.flops,
+        collective_bytes=sums.collective_bytes,
+        notes=(*sums.bounded, *sums.unknown),
+    )
+
+
+def _with_reserve(plan: ProgramPlan, reserve_bytes: int) -> ProgramPlan:
+    """Whether the plan fits beside `reserve_bytes`, and why not."""
+    total, reason = plan.total_bytes, plan.reason
+    if reason is None and total is not None and total + reserve_bytes > plan.hbm_bytes:
+        reason = "out of HBM" if total > plan.hbm_bytes else "out of HBM beside the reserve"
+    return dataclasses.replace(plan, fits=reason is None, reason=reason, reserve_bytes=reserve_bytes)
+
+
+def _key(program: Program, place: Topology, found: dict[str, str]) -> str:
+    parts = (
+        hashlib.sha256(program.content).hexdigest(),
+        program.mesh,
+        program.donated,
+        program.grids,
+        dataclasses.asdict(place),
+        found,
+        _source(),
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+@cache
+def _source() -> str:
+    """Of this package, whose reading of a program may change."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def _read(entry: Path) -> ProgramPlan | None:
+    """The plan that an entry of the cache holds, None where there is none; a corrupt one is dropped with a warning."""
+    if not entry.exists():
+        return None
+    try:
+        fields = json.loads(entry.read_text(encoding="utf-8"))
+        kernels = tuple(KernelPlan(**kernel | {"unknown": tuple(kernel["unknown"])}) for kernel in fields["kernels"])
+        return ProgramPlan(**fields | {"kernels": kernels, "notes": tuple(fields["notes"]), "compile_s": 0.0})
+    except (ValueError, TypeError, KeyError):
+        warnings.warn(f"plan: dropped a corrupt entry of the cache, {entry.name}; planning it anew", stacklevel=3)
+        entry.unlink()
+        return None

@@ -1,0 +1,90 @@
+"""A function and the shapes of its arguments as a program that another process can compile."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+
+from logitless.plan.chips import Topology
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program as it goes to the compiler.
+
+    Attributes:
+        content: what `jax.export` writes.
+        mesh: names and sizes of the axes, None for one device.
+        donated: places of the flat arguments that the program may overwrite.
+        grids: of each Pallas kernel in it, by name, in the order of the program.
+    """
+
+    content: bytes
+    mesh: tuple[tuple[str, int], ...] | None
+    donated: tuple[int, ...]
+    grids: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def export_program(
+    fn: Callable[..., Any], args: Sequence[Any], where: Topology, donate_argnums: Sequence[int] = ()
+) -> Program:
+    """Traces and lowers `fn` for a chip that is not here; nothing is run or compiled.
+
+    Raises:
+        ValueError: a mesh among the arguments that has not as many devices as the topology.
+    """
+    args = tuple(jax.tree.map(_abstract, tuple(args)))
+    meshes = {x.sharding.mesh for x in jax.tree.leaves(args) if isinstance(x.sharding, NamedSharding)}
+    mesh = _one_mesh(meshes, where)
+    device = AbstractDevice(
+        device_kind=where.chip.device_kind, num_cores=where.chip.cores, platform=where.chip.platform
+    )
+    names, sizes = ((), ()) if mesh is None else (mesh.axis_names, mesh.axis_sizes)
+    types = {} if mesh is None else {"axis_types": mesh.axis_types}
+    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, abstract_device=device, **types)):
+        exported = jax.export.export(jax.jit(fn), platforms=[where.chip.platform])(*args)
+    return Program(
+        content=bytes(exported.serialize()),
+        mesh=None if mesh is None else tuple(zip(names, sizes, strict=True)),
+        donated=_flat_places(args, donate_argnums),
+        grids=(),
+    )
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else None)
+
+
+def _one_mesh(meshes: set[Any], where: Topology) -> Any:
+    """The mesh of the arguments, None where they have none."""
+    meshes = {mesh for mesh in meshes if not mesh.empty}
+    if len({(mesh.axis_names, mesh.axis_sizes) for mesh in meshes}) > 1:
+        raise ValueError(f"plan: arguments over {len(meshes)} different meshes; give all of them one")
+    if not meshes:
+        if where.shape is not None:
+            raise ValueError(
+                f"plan: topology {where} has {where.devices} devices, but no argument is sharded; give arguments with "
+                f"NamedSharding(AbstractMesh(...), ...), or one chip: topology={where.chip.name!r}"
+            )
+        return None
+    mesh = meshes.pop()
+    if mesh.size != where.devices:
+        axes = ", ".join(f"{name}={n}" for name, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        raise ValueError(
+            f"plan: a mesh of {mesh.size} devices ({axes}), topology {where} of {where.devices}; they must be as many"
+        )
+    return mesh
+
+
+def _flat_places(args: tuple[Any, ...], argnums: Sequence[int]) -> tuple[int, ...]:
+    """The flat places of the arguments `argnums`."""
+    places, start = [], 0
+    for i, argument in enumerate(args):
+        count = len(jax.tree.leaves(argument))
+        places += range(start, start + count) if i in argnums else ()
+        start += count
+    return tuple(places)

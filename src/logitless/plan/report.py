@@ -1,0 +1,83 @@
+"""What is reported of a program on a chip: a record, a table, a plot."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ESTIMATE = "compiler estimate, not a measurement"
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One Mosaic kernel of a program, by its final schedule.
+
+    Attributes:
+        name: of the kernel.
+        runs: how often the program calls it.
+        schedule_ms: bundles weighted by how often their region runs, over the clock; all runs.
+        dma_ms: bytes that it moves from and to HBM, over the bandwidth; all runs. None where they cannot be told.
+        mxu_use: share of the slots of the matrix units that are used.
+        spills: spilled registers.
+        vmem_bytes: that it takes.
+        unknown: regions of which nothing tells how often they run, counted in full.
+    """
+
+    name: str
+    runs: int
+    schedule_ms: float
+    dma_ms: float | None = None
+    mxu_use: float | None = None
+    spills: int | None = None
+    vmem_bytes: int | None = None
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """A program on one device of a topology.
+
+    Attributes:
+        topology: chip and wiring, as `v6e:2x4`.
+        fits: it compiles and `total_bytes` and the reserve are within `hbm_bytes`.
+        reason: why it does not fit, None where it does.
+        hbm_bytes: of the device, that the compiler lets a program have.
+        temp_bytes: beyond arguments and results; exact, like all bytes here.
+        argument_bytes: of the arguments.
+        output_bytes: of the results.
+        alias_bytes: of results that stand in the place of donated arguments.
+        total_bytes: arguments, results and temporaries, aliases counted once. Where the program does not compile for want
+            of HBM, what the compiler asks for.
+        reserve_bytes: kept for what else the device holds.
+        xla_ms: XLA's own estimate of what it compiles itself, times trip counts.
+        kernels: the Mosaic kernels.
+        expected_ms: `xla_ms` and the kernels by the calibrated factor: what a chip is expected to take. All times are
+            None on a card: XLA estimates none for it.
+        mxu_use: products over `expected_ms`, as a share of the bfloat16 peak.
+        flops: of the products, kernels left out.
+        collective_bytes: results of collectives.
+        compile_s: seconds that the compiler took; 0 where the answer came from the cache.
+        notes: what was assumed, such as the bound of a loop.
+    """
+
+    topology: str
+    fits: bool
+    reason: str | None
+    hbm_bytes: int
+    reserve_bytes: int = 0
+    temp_bytes: int | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    alias_bytes: int | None = None
+    total_bytes: int | None = None
+    xla_ms: float | None = None
+    kernels: tuple[KernelPlan, ...] = ()
+    expected_ms: float | None = None
+    mxu_use: float | None = None
+    flops: float | None = None
+    collective_bytes: float | None = None
+    compile_s: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+    def record(self) -> dict[str, Any]:
+        """The plan as JSON takes it."""
+        return asdict(self) | {"kind": ESTIMATE}
