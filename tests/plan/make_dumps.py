@@ -14,11 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from logitless.plan.bundles import ALLOCATIONS, BUNDLES, SLOTS
+
 GRID = (3, 5)
 BLOCK = 128
 LOOP_TRIPS = 7
-KEPT = ("packed-bundles-post-ra.txt", "pre-delay_hlo-static-per-bundle-utilization.txt", "final_bundles.txt")
-GZIP_ABOVE_BYTES = 8_000
 
 
 def set_environment(dump):
@@ -105,19 +105,29 @@ def kernels():
         def _step(k):
             acc[...] = acc[...] * 2.0 + 1.0
 
-    def spills(x, w, out, acc, i, j):
-        tiles = [product(x, w) * (k + 1.0) for k in range(6)]
-        total = tiles[0]
-        for tile in tiles[1:]:
-            total = jnp.sin(total) + tile
-        acc[...] = total + sum(tiles)
+    def either(x, w, out, acc, i, j):
+        def large():
+            acc[...] = product(x, w)
 
-    bodies = (sweep, always, tail, full, loop, nested, data, branch, endless, spills)
+        def small():
+            out[...] = jnp.ones(out.shape, out.dtype)
+
+        jax.lax.cond(jnp.max(x[...].astype(jnp.float32)) > 3.0, large, small)
+
+    def spills(x, w, out, acc, i, j):
+        # Eight tiles of 16 registers live through the loop, twice what there is.
+        def turn(_, tiles):
+            return tuple(a * b + 1.0 for a, b in zip(tiles, tiles[1:] + tiles[:1], strict=True))
+
+        tiles = jax.lax.fori_loop(0, LOOP_TRIPS, turn, tuple(acc[...] + k for k in range(8)))
+        acc[...] = sum(tiles)
+
+    bodies = (sweep, always, tail, full, loop, nested, data, branch, either, endless, spills)
     return {body.__name__: body for body in bodies}
 
 
-def compile_kernel(name, body, size=None):
-    """Compiles one kernel for a v6e; a size makes the outer dimension of the grid dynamic."""
+def compile_kernel(name, body, dynamic=False):
+    """Compiles one kernel for a v6e; on demand with a dynamic outer axis of the grid."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
@@ -130,8 +140,11 @@ def compile_kernel(name, body, size=None):
     def call(count, x, w):
         return pl.pallas_call(
             kernel,
-            grid=(count, GRID[1]) if size else GRID,
-            in_specs=[pl.BlockSpec((BLOCK, BLOCK), lambda i, j: (i, j)), pl.BlockSpec((BLOCK, BLOCK), lambda i, j: (j, 0))],
+            grid=(count, GRID[1]) if dynamic else GRID,
+            in_specs=[
+                pl.BlockSpec((BLOCK, BLOCK), lambda i, j: (i, j)),
+                pl.BlockSpec((BLOCK, BLOCK), lambda i, j: (j, 0)),
+            ],
             out_specs=pl.BlockSpec((BLOCK, BLOCK), lambda i, j: (i, 0)),
             out_shape=jax.ShapeDtypeStruct((GRID[0] * BLOCK, BLOCK), jnp.bfloat16),
             scratch_shapes=[pltpu.VMEM((BLOCK, BLOCK), jnp.float32)],
@@ -140,20 +153,38 @@ def compile_kernel(name, body, size=None):
 
     device = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices[0]
     on_chip = jax.sharding.SingleDeviceSharding(device)
-    shapes = [((), jnp.int32), ((GRID[0] * BLOCK, GRID[1] * BLOCK), jnp.bfloat16), ((GRID[1] * BLOCK, BLOCK), jnp.bfloat16)]
+    shapes = [
+        ((), jnp.int32),
+        ((GRID[0] * BLOCK, GRID[1] * BLOCK), jnp.bfloat16),
+        ((GRID[1] * BLOCK, BLOCK), jnp.bfloat16),
+    ]
     jax.jit(call).lower(*(jax.ShapeDtypeStruct(s, d, sharding=on_chip) for s, d in shapes)).compile()
 
 
-def main():
+def store(written, stored):
+    """Keeps what the reader reads: compressed, of the allocations only their declarations."""
+    stored.mkdir(parents=True)
+    for kind in (BUNDLES, SLOTS, ALLOCATIONS):
+        for path in written.glob(f"*-kernel_*-{kind}"):
+            if "schedule-analysis" in path.name:
+                continue
+            text = path.read_text(encoding="utf-8")
+            if kind == ALLOCATIONS:
+                text = "".join(
+                    line for line in text.splitlines(keepends=True) if "#allocation" in line and "space=" in line
+                )
+            name = path.name.partition("-")[2]
+            (stored / f"{name}.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def main(dumps):
     with tempfile.TemporaryDirectory() as folder:
         set_environment(folder)
         for name, body in kernels().items():
             compile_kernel(name, body)
-        compile_kernel("dynamic", kernels()["sweep"], size=True)
-        if len(sys.argv) > 2:
-            import shutil
-            shutil.copytree(folder, sys.argv[2])
+        compile_kernel("dynamic", kernels()["sweep"], dynamic=True)
+        store(Path(folder), Path(dumps) / importlib.metadata.version("libtpu"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

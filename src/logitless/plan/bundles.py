@@ -9,8 +9,8 @@ BUNDLES = "packed-bundles-post-ra.txt"
 SLOTS = "pre-delay_hlo-static-per-bundle-utilization.txt"
 ALLOCATIONS = "post-delay-converter.txt"
 
-BRANCH_DELAY_SLOTS = 4
-"""Bundles after a branch that run whether or not it is taken."""
+MOST_DELAY_SLOTS = 8
+"""More bundles than run after a branch whether or not it is taken: 1 on v4, 4 on v5 and v6e, 6 on 7x."""
 
 DYNAMIC_BOUND = 2**31 - 1
 """What the dump prints as the bound of a grid axis that is known only at run time."""
@@ -44,17 +44,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A jump to a bundle, taken where the predicate holds (or does not, if negated); without one, always."""
+    """A jump to a bundle, taken where the predicate holds (or does not, if negated)."""
 
     address: int
     destination: int
+    following: int
+    """The first bundle that it decides about, behind its delay slots."""
     predicate: str
     negated: bool
-
-    @property
-    def next_address(self) -> int:
-        """The first bundle that the branch decides about."""
-        return self.address + 1 + BRANCH_DELAY_SLOTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,34 +102,49 @@ def parse_program(text: str) -> Program:
     if [int(head.group(1), 16) for head in heads] != list(range(len(heads))) or not heads:
         raise ScheduleError(f"the bundles are not numbered from 0 without a gap ({len(heads)} found)")
     ends = [head.start() for head in heads[1:]] + [len(text)]
-    instructions, branches = [], []
+    instructions, jumps, region_ends = [], [], set()
     for address, (head, end) in enumerate(zip(heads, ends, strict=True)):
-        for part in COMMENT.sub("", text[head.end() : end]).split(";;"):
+        bundle = text[head.end() : end]
+        if "End region" in bundle:
+            region_ends.add(address)
+        for part in COMMENT.sub("", bundle).split(";;"):
             part = part.strip(" \n{}>")
             if "sbr." in part:
-                branches.append(_parse_branch(address, part))
+                jumps.append((address, part))
             elif part.startswith(("%s", "%p")) or "= dma." in part or "= sst " in part:
-                instructions.append(_parse_instruction(address, part))
+                instruction = _parse_instruction(address, part)
+                if not instruction.operation.startswith("inlined_call_operand"):
+                    instructions.append(instruction)
+    delay_slots = _delay_slots([address for address, _ in jumps], region_ends)
     bounds = {tuple(map(int, match.group(1).split(","))) for match in ITERATION_BOUNDS.finditer(text)}
     return Program(
         bundles=len(heads),
         instructions=tuple(instructions),
-        branches=tuple(branches),
+        branches=tuple(_parse_branch(address, delay_slots, part) for address, part in jumps),
         iteration_bounds=frozenset(bounds),
         scalar_arguments=tuple(SCALAR_ARGUMENT.findall(text)),
     )
 
 
-def _parse_branch(address: int, text: str) -> Branch:
-    destination = re.search(r"sbr\.rel .*target bundleno = (\d+)", text)
-    if destination is None:
-        raise ScheduleError(f"bundle {address:#x} has a branch that this reader does not know: {text}")
+def _delay_slots(branches: list[int], region_ends: set[int]) -> int:
+    """How many bundles behind a branch run in any case: with the last of them, a region of the dump ends."""
+    common = [n for n in range(1, MOST_DELAY_SLOTS) if all(address + n in region_ends for address in branches)]
+    if not common:
+        raise ScheduleError("no number of delay slots fits all branches")
+    return common[-1]
+
+
+def _parse_branch(address: int, delay_slots: int, text: str) -> Branch:
+    destination = re.search(r"target bundleno = (\d+)", text)
     predicate = PREDICATE.search(text)
+    if destination is None or predicate is None:
+        raise ScheduleError(f"bundle {address:#x} has a branch that this reader does not know: {text}")
     return Branch(
         address=address,
         destination=int(destination.group(1)),
-        predicate=predicate.group(2) if predicate else "",
-        negated=predicate is not None and predicate.group(1) == "!",
+        following=address + delay_slots + 1,
+        predicate=predicate.group(2),
+        negated=predicate.group(1) == "!",
     )
 
 

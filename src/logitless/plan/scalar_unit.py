@@ -158,7 +158,12 @@ class Definitions:
         relation = found.operation.split(".")[1]
         left, right = found.operands
         inner = self._only(left)
-        if inner is not None and right == "0" and inner.operation == "scalar_select" and inner.operands[1:] == ("1", "0"):
+        if (
+            inner is not None
+            and right == "0"
+            and inner.operation == "scalar_select"
+            and inner.operands[1:] == ("1", "0")
+        ):
             return self.condition(inner.operands[0], holds == (relation == "ne"))
         if relation in COMPLEMENT:
             relation, holds = COMPLEMENT[relation], not holds
@@ -239,7 +244,7 @@ class _Block:
 
 
 def _blocks(program: Program, needed: list[Instruction]) -> dict[int, _Block]:
-    branches = {branch.next_address: branch for branch in program.branches}
+    branches = {branch.following: branch for branch in program.branches}
     leaders = {0, program.bundles} | {branch.destination for branch in program.branches} | set(branches)
     starts = sorted(leader for leader in leaders if leader <= program.bundles)
     blocks = {}
@@ -298,17 +303,7 @@ def _follow(
     undecided: dict[tuple[int, int], Undecided],
 ) -> int:
     """Where a run goes on after a branch; an undecided one runs the region that it may skip, and leaves a loop."""
-    following, destination = branch.next_address, branch.destination
-    if not branch.predicate:
-        skipped = next((region for region in pending if region[1] == following and destination > following), None)
-        if skipped is None:
-            return destination
-        # The end of an undecided region jumps over its "else", which counts as undecided too.
-        first = undecided[skipped]
-        region = (following, destination)
-        undecided[region] = dataclasses.replace(first, start=following, end=destination, holds=not first.holds)
-        pending.append(region)
-        return following
+    following, destination = branch.following, branch.destination
     taken = machine.holds(branch.predicate, branch.negated)
     if taken is not None:
         return destination if taken else following

@@ -7,9 +7,6 @@ from pathlib import Path
 from . import bundles, scalar_unit
 from .bundles import DYNAMIC_BOUND, Program, ScheduleError
 
-GRANULE_BYTES = 32
-"""What the size of a copy is counted in."""
-
 MXU_COLUMNS = ("MATMUL", "MXU")
 """The column of the matrix units' products: libtpu 0.0.52 names it apart from loading weights, 0.0.42 does not."""
 
@@ -59,7 +56,7 @@ def kernel_names(dump: Path) -> list[str]:
     return sorted({match.group(1) for match in matches if match})
 
 
-def read_kernel(dump: Path, name: str, grid: tuple[int, ...]) -> KernelSchedule:
+def read_kernel(dump: Path, name: str, grid: tuple[int, ...], *, granule_bytes: int = 32) -> KernelSchedule:
     """Reads the schedule of one kernel.
 
     The bundles are those before waits are folded away, so that a bundle is a cycle; the kernel's own scalar code is
@@ -69,6 +66,7 @@ def read_kernel(dump: Path, name: str, grid: tuple[int, ...]) -> KernelSchedule:
         dump: folder of `--xla_jf_dump_to`, written with `--xla_jf_dump_llo_text=true`.
         name: the kernel's instruction, as `kernel.1`; without a number the only one of that name.
         grid: its grid; a dynamic axis as the number of steps to count.
+        granule_bytes: what the chip counts copies in: 32 bytes on v5e, v5p, v6e and 7x, 512 on v4.
 
     Raises:
         ScheduleError: if the dump lacks the kernel or does not fit the grid.
@@ -98,8 +96,8 @@ def read_kernel(dump: Path, name: str, grid: tuple[int, ...]) -> KernelSchedule:
         spill_stores=totals["VSTORE:SPILL"],
         spill_loads=totals["VLOAD:FILL"],
         vmem_bytes=bundles.parse_vmem_bytes(allocations),
-        hbm_read_bytes=_copied_bytes(ran, "hbm_to"),
-        hbm_write_bytes=_copied_bytes(ran, "to_hbm"),
+        hbm_read_bytes=_copied_bytes(ran, "hbm_to", granule_bytes),
+        hbm_write_bytes=_copied_bytes(ran, "to_hbm", granule_bytes),
         undecided=tuple(undecided),
     )
 
@@ -151,19 +149,11 @@ def _exclude_each_other(a: scalar_unit.Undecided, b: scalar_unit.Undecided) -> b
     return apart and not (a.is_loop or b.is_loop) and a.condition == b.condition and a.holds != b.holds
 
 
-def _copied_bytes(ran: scalar_unit.Run, direction: str) -> int | None:
+def _copied_bytes(ran: scalar_unit.Run, direction: str, granule_bytes: int) -> int | None:
     total = 0
     for (address, granules), count in ran.copies.items():
         if direction in ran.copy_operations[address]:
             if granules is None:
                 return None
             total += granules * count
-    return total * GRANULE_BYTES
-
-
-def milliseconds(cycles: int, clock_hz: float) -> float:
-    """Time of so many cycles."""
-    return cycles / clock_hz * 1e3
-
-
-__all__ = ["KernelSchedule", "ScheduleError", "UndecidedRegion", "kernel_names", "read_kernel"]
+    return total * granule_bytes
