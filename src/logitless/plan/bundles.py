@@ -1,4 +1,4 @@
-"""Reads what libtpu dumps of one kernel: its bundles, the scalar instructions and branches in them, its slots and VMEM."""
+"""Reads what libtpu dumps of one kernel: bundles, the scalar instructions and branches in them, used slots, VMEM."""
 
 import dataclasses
 import gzip

@@ -22,7 +22,7 @@ class UndecidedRegion:
     """The condition in the dump's own names under which they run (once more, if a loop)."""
     is_loop: bool
     cycles: int
-    """How much of the kernel's cycles they are: run each time, a loop turning once; of two exclusive regions the longer, the other 0."""
+    """Their part of the kernel's cycles: as if they ran each time, a loop once; 0 if a longer region excludes them."""
 
 
 @dataclasses.dataclass(frozen=True)
