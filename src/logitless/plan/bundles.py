@@ -22,6 +22,7 @@ PREDICATE = re.compile(r"\((!?)(%p\w+)(?:, ([^)]+))?\),?")
 ALLOCATION = re.compile(r"space=vmem, size = (0x[0-9a-f]+|\d+), offset = (0x[0-9a-f]+|\d+)")
 ITERATION_BOUNDS = re.compile(r"iteration_bounds: \(([\d, ]+)\)")
 SCALAR_ARGUMENT = re.compile(r"(%s\w+) = inlined_call_operand\.<no memory space> \[shape: s32\[\]")
+HBM_ARGUMENT = re.compile(r"(%s\w+) = inlined_call_operand\.hbm")
 
 
 class ScheduleError(ValueError):
@@ -63,6 +64,7 @@ class Program:
     branches: tuple[Branch, ...]
     iteration_bounds: frozenset[tuple[int, ...]]
     scalar_arguments: tuple[str, ...]
+    hbm_arguments: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,7 @@ def parse_program(text: str) -> Program:
         branches=tuple(_parse_branch(address, delay_slots, part) for address, part in jumps),
         iteration_bounds=frozenset(bounds),
         scalar_arguments=tuple(SCALAR_ARGUMENT.findall(text)),
+        hbm_arguments=frozenset(HBM_ARGUMENT.findall(text)),
     )
 
 

@@ -34,7 +34,8 @@ class Run:
     undecided: list[Undecided]
     copies: collections.Counter[tuple[int, int | None]]
     """How often each copy started, by its bundle and its size in granules (None where that is unknown)."""
-    copy_operations: dict[int, str]
+    directions: dict[int, str]
+    """Between which memories the copy in a bundle goes, as `hbm_to_vmem`."""
 
 
 Value = int | bool | None
@@ -114,7 +115,8 @@ def _literal(operand: str) -> Value:
 
 
 def _is_copy(instruction: Instruction) -> bool:
-    return instruction.operation.startswith("dma.") and "_to_" in instruction.operation
+    operation = instruction.operation
+    return operation == "dma.general" or (operation.startswith("dma.") and "_to_" in operation)
 
 
 def _is_slot(name: str) -> bool:
@@ -145,6 +147,22 @@ class Definitions:
             for found in self.by_target.get(name, ()):
                 waiting += [found.predicate, found.fallback, *found.operands]
         return [found for found in program.instructions if found.target in reached or _is_copy(found)]
+
+    def direction(self, copy: Instruction, hbm_arguments: frozenset[str]) -> str:
+        """Between which memories a copy goes, as `hbm_to_vmem`; a strided one shows it by its two addresses."""
+        if copy.operation != "dma.general":
+            return copy.operation.removeprefix("dma.")
+        source, _, target = copy.operands[:3]
+        return "_to_".join(self._memory(address, hbm_arguments) for address in (source, target))
+
+    def _memory(self, address: str, hbm_arguments: frozenset[str]) -> str:
+        found = self._only(address)
+        if address in hbm_arguments or (found is not None and found.operation == "scalar_lea.hbm"):
+            return "hbm"
+        if found is not None and found.operation in ("sld", "sst", "smov", "smov.u32"):
+            # The address was copied, or spilled and loaded again.
+            return self._memory(found.operands[0], hbm_arguments)
+        return "vmem"
 
     def condition(self, predicate: str, holds: bool) -> tuple[str, bool]:
         """A predicate in words, in one of the two forms that a condition and its negation share."""
@@ -292,8 +310,12 @@ def run(program: Program, arguments: Mapping[str, int]) -> Run:
     visits = [0] * program.bundles
     for start, count in counts.items():
         visits[start : blocks[start].end] = [count] * (blocks[start].end - start)
-    operations = {copy.address: copy.operation for copy in machine.needed if _is_copy(copy)}
-    return Run(visits, list(undecided.values()), machine.copies, operations)
+    directions = {
+        copy.address: machine.definitions.direction(copy, program.hbm_arguments)
+        for copy in machine.needed
+        if _is_copy(copy)
+    }
+    return Run(visits, list(undecided.values()), machine.copies, directions)
 
 
 def _follow(

@@ -152,7 +152,7 @@ def _exclude_each_other(a: scalar_unit.Undecided, b: scalar_unit.Undecided) -> b
 def _copied_bytes(ran: scalar_unit.Run, direction: str, granule_bytes: int) -> int | None:
     total = 0
     for (address, granules), count in ran.copies.items():
-        if direction in ran.copy_operations[address]:
+        if direction in ran.directions[address]:
             if granules is None:
                 return None
             total += granules * count
