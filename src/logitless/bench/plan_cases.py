@@ -1,4 +1,4 @@
-"""What `logitless plan` plans: the YAML config, and the loss and gradients of an LM head as a function and its shapes."""
+"""What `logitless plan` plans: the YAML config, and the loss and gradients of an LM head as functions with shapes."""
 
 import re
 from collections.abc import Callable

@@ -14,6 +14,7 @@ from logitless.bench.records import append_records, commit_of_package, results_f
 from logitless.plan import ProgramPlan, largest, plan_function
 
 GB = 10**9
+TABLE_WIDTH = 200
 
 
 def run_plan(config: PlanConfig) -> int:
@@ -53,7 +54,8 @@ def run_plan(config: PlanConfig) -> int:
             records.append(about | _plan(config, case, size, name, tell))
             progress.advance(task)
     append_records(folder / f"{config.name}.jsonl", records)
-    console = Console()
+    # A log file has no width of its own: the table is then as wide as it needs.
+    console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     console.print(plan_table(records))
     for line in plan_words(records):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

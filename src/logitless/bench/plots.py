@@ -154,7 +154,6 @@ def plot_plans(records: Sequence[Record], path: Path) -> None:
     figure = _figure(12.0, 1.0 + len(groups) * (0.5 + 0.3 * most))
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for row, (title, group) in zip(panels, groups.items(), strict=True):
-        solved = group[0]["case"]["solve"] is not None
         room = (
             ("tokens a chip that fit", lambda r: r["case"]["tokens"], "{:,.0f}".format)
             if group[0]["case"]["solve"] is not None

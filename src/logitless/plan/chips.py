@@ -30,6 +30,7 @@ class Chip:
         smallest: the smallest topology that the compiler knows; one chip is planned on its first device.
         compiler_name: of the chip in the compiler's own names of topologies.
         target: on a card, what XLA has to know of it.
+        granule_bytes: what a TPU counts its copies in.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Chip:
     smallest: str
     compiler_name: str
     target: str | None = None
+    granule_bytes: int = 32
 
 
 def _tpu(
@@ -73,6 +75,7 @@ def _tpu(
         clock_hz=clock_hz,
         smallest=smallest,
         compiler_name=compiler_name or name,
+        granule_bytes=512 if name == "v4" else 32,
     )
 
 
@@ -94,8 +97,8 @@ gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_mem
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "{device_kind}"
 """
 
-# HBM: what libtpu 0.0.42.1 and 0.0.52 name as available when a program takes too much, the smaller of the two. Bandwidth
-# and products: `jax.experimental.pallas.tpu.get_tpu_info_for_chip`. Clocks: products over the MXUs of a chip.
+# HBM: what libtpu 0.0.42.1 and 0.0.52 name as available when a program takes too much, the smaller of the two.
+# Bandwidth and products: `jax.experimental.pallas.tpu.get_tpu_info_for_chip`. Clocks: products over the MXUs of a chip.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

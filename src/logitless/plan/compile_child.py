@@ -57,7 +57,7 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     names = ("temp", "argument", "output", "alias", "generated_code")
     sizes = {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in names}
-    (folder / "program.hlo").write_text(compiled.as_text(), encoding="utf-8")
+    (folder / "program.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     return result | {"sizes": sizes, "seconds": time.perf_counter() - start}
 
 

@@ -39,6 +39,14 @@ _INSTALL = {
 }
 
 
+_VERSIONS = """
+import json, sys
+from importlib import metadata
+found = {package.metadata["Name"]: package.version for package in metadata.distributions()}
+print(json.dumps({name: found.get(name) for name in sys.argv[1:]}))
+"""
+
+
 class CompilerMissing(ValueError):
     """The compiler for a chip is not installed where it was looked for."""
 
@@ -51,7 +59,7 @@ class Compiled:
         sizes: bytes on one device: `temp`, `argument`, `output`, `alias`, `generated_code`.
         seconds: that it took.
         hlo: the compiled program as text.
-        schedules: the folder of the kernels' schedules, there until the context of `compiled` ends; None on a card.
+        schedules: the folder of the kernels' schedules, there until the context of `compiled` ends; None without any.
     """
 
     sizes: dict[str, int]
@@ -79,10 +87,9 @@ def versions(platform: str, python: str = sys.executable) -> dict[str, str]:
     Raises:
         CompilerMissing: one of them is not there, or the interpreter cannot be run.
     """
-    code = "import json, sys; from importlib import metadata as m\nd = {x.metadata['Name']: x.version for x in m.distributions()}\nprint(json.dumps({n: d.get(n) for n in sys.argv[1:]}))"
     try:
         done = subprocess.run(
-            [python, "-c", code, *_NEEDED[platform]], capture_output=True, text=True, check=True, timeout=60
+            [python, "-c", _VERSIONS, *_NEEDED[platform]], capture_output=True, text=True, check=True, timeout=60
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise CompilerMissing(f"plan: cannot run python={python!r}: {error}") from None
@@ -113,7 +120,7 @@ def compiled(
             "donate": list(program.donated),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        schedules = folder / "schedules" if where.chip.platform == "tpu" and program.grids else None
+        schedules = folder / "schedules" if program.has_kernels else None
         answer = _ask(folder, _environment(where.chip.platform, schedules), timeout_s, python)
         if "error" in answer:
             raise _failure(answer["error"])

@@ -1,16 +1,28 @@
-"""Time, products and traffic of a compiled program, from its text: the compiler's estimates, times how often each runs."""
+"""Time, products and traffic of a compiled program: the compiler's estimates in its text, times how often each runs."""
 
 import re
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 from logitless.plan.hlo import Instruction, Module, item_bytes
-from logitless.plan.loops import Place, trip_count
+from logitless.plan.loops import Place, trip_count, value_of
+from logitless.plan.program import MOSAIC
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-MOSAIC = "tpu_custom_call"
+
+
+@dataclass
+class KernelCall:
+    """A Mosaic kernel in the program.
+
+    Attributes:
+        runs: how often it is called.
+        steps: of the dynamic axes of its grid, which come first among its operands: the most that the program tells;
+            None where it tells nothing.
+    """
+
+    runs: float
+    steps: tuple[int | None, ...]
 
 
 @dataclass
@@ -21,7 +33,7 @@ class Estimate:
         cycles: estimated by XLA for what it compiles itself; Mosaic kernels have none here.
         flops: of the products, two for each multiplication and addition.
         collective_bytes: results of collectives.
-        kernels: how often each Mosaic kernel runs.
+        kernels: the Mosaic kernels by the name of their instruction.
         bounded: loops counted with the most that they can run.
         unknown: loops of unknown length, counted once, and conditionals of which the longest branch is counted.
     """
@@ -29,7 +41,7 @@ class Estimate:
     cycles: float = 0.0
     flops: float = 0.0
     collective_bytes: float = 0.0
-    kernels: Counter[str] = field(default_factory=Counter)
+    kernels: dict[str, KernelCall] = field(default_factory=dict)
     bounded: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
@@ -38,8 +50,7 @@ class Estimate:
         self.cycles += times * other.cycles
         self.flops += times * other.flops
         self.collective_bytes += times * other.collective_bytes
-        for name, count in other.kernels.items():
-            self.kernels[name] += int(count * times)
+        self.kernels |= {name: KernelCall(call.runs * times, call.steps) for name, call in other.kernels.items()}
         self.bounded += other.bounded
         self.unknown += other.unknown
 
@@ -68,8 +79,8 @@ def _of_computation(module: Module, place: Place) -> Estimate:
             total.add(inside)
         elif x.op in ("dot", "convolution"):
             total.flops += _flops(x, place)
-        elif x.op == "custom-call" and x.attribute("custom_call_target") is None and MOSAIC in x.rest:
-            total.kernels[kernel_name(x)] += 1
+        elif x.op == "custom-call" and f'custom_call_target="{MOSAIC}"' in x.rest:
+            total.kernels[x.name] = KernelCall(1.0, _dynamic_steps(module, x, place))
         elif x.op.removesuffix("-start") in _COLLECTIVES:
             total.collective_bytes += x.bytes if not x.op.endswith("-start") else _result_bytes(x)
     return total
@@ -86,10 +97,14 @@ def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) 
         total.add(_of_computation(module, Place(module.callee(loop, attribute), (loop, place))), times)
 
 
-def kernel_name(x: Instruction) -> str:
-    """The name that a Pallas kernel was given."""
-    named = re.search(r'"?kernel_name"?[=:]\s*"([^"]+)"', x.rest)
-    return named.group(1) if named else x.source.rsplit("/", 1)[-1] or x.name
+def _dynamic_steps(module: Module, kernel: Instruction, place: Place) -> tuple[int | None, ...]:
+    steps: list[int | None] = []
+    for name in kernel.operands:
+        if place[name].shapes != (("s32", ()),):
+            break
+        bound = value_of(module, place, name)
+        steps.append(None if bound is None else bound.number)
+    return tuple(steps)
 
 
 def _flops(x: Instruction, place: Place) -> float:
@@ -116,9 +131,3 @@ def _where(x: Instruction) -> str:
     """The innermost named function that it comes from."""
     names = re.findall(r"jit\((\w+)\)", x.source)
     return names[-1] if names else x.source.rsplit("/", 1)[-1] or "no source"
-
-
-def products(module: Module) -> Iterator[Instruction]:
-    """Every product of the program."""
-    for computation in module.computations.values():
-        yield from (x for x in computation if x.op in ("dot", "convolution"))

@@ -42,7 +42,7 @@ class Instruction:
         return found.group(1) if found else None
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Of the result."""
         return sum(item_bytes(dtype) * prod(dims) for dtype, dims in self.shapes)
 

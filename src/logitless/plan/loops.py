@@ -90,11 +90,11 @@ def _computed(op: str, values: list[Value | None]) -> Value | None:
         known = [x for x in values if x is not None]
         return Value(min(x.number for x in known), all(x and x.exact for x in values)) if known else None
     if op == "select":
-        # select(which, one, other)
+        # Which, one, other.
         ends = [x.number for x in values[1:] if x is not None]
         return Value(max(ends), exact=False) if len(ends) == 2 else None
     if op == "clamp":
-        # clamp(least, x, most)
+        # Least, value, most.
         most = values[2]
         return None if most is None else Value(most.number, exact=False)
     numbers = [x.number for x in values if x is not None and x.exact]

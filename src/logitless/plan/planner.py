@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from logitless._files import cache_dir, replace_file
-from logitless.plan.chips import Topology, topology
+from logitless.plan.calibration import expected_kernel_ms
+from logitless.plan.chips import Chip, Topology, topology
 from logitless.plan.compiler import Compiled, CompileFailed, compiled, versions
-from logitless.plan.estimate import estimate
+from logitless.plan.estimate import KernelCall, estimate
 from logitless.plan.hlo import parse
 from logitless.plan.program import Program, export_program
 from logitless.plan.report import KernelPlan, ProgramPlan
+from logitless.plan.schedule import read_kernel
 
 TIMEOUT_S = 600.0
 
@@ -87,7 +89,7 @@ def largest(
     most: int = 2**20,
     tell: Callable[[int, ProgramPlan], None] = lambda size, plan: None,
     **options: Any,
-) -> tuple[int, ProgramPlan | None]:
+) -> tuple[int, ProgramPlan]:
     """The largest size whose program fits, by bisection; memory is taken to grow with the size.
 
     Args:
@@ -183,17 +185,48 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
     if chip.clock_hz is None:
         return plan
     sums = estimate(parse(result.hlo))
-    kernels = tuple(KernelPlan(name, runs, schedule_ms=0.0) for name, runs in sums.kernels.items())
+    kernels = tuple(_kernel(name, call, result, chip) for name, call in sums.kernels.items())
     xla_ms = sums.cycles / chip.clock_hz * 1e3
+    expected_ms = xla_ms + sum(expected_kernel_ms(kernel.schedule_ms, kernel.dma_ms) for kernel in kernels)
+    # The share of a kernel's schedule in which the matrix units work is in its own entry.
+    busy_ms = sums.flops / chip.flops_per_s * 1e3 + sum(k.schedule_ms * (k.mxu_use or 0.0) for k in kernels)
     return dataclasses.replace(
         plan,
         xla_ms=xla_ms,
         kernels=kernels,
-        expected_ms=xla_ms,
-        mxu_use=sums.flops / chip.flops_per_s / (xla_ms * 1e-3) if xla_ms else None,
+        expected_ms=expected_ms,
+        mxu_use=busy_ms / expected_ms if expected_ms else None,
         flops=sums.flops,
         collective_bytes=sums.collective_bytes,
         notes=(*sums.bounded, *sums.unknown),
+    )
+
+
+def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip) -> KernelPlan:
+    """A kernel by its schedule, all of its runs together."""
+    assert result.schedules is not None and chip.clock_hz is not None
+    steps = tuple(1 if n is None else n for n in call.steps)
+    schedule = read_kernel(result.schedules, name, steps=steps, granule_bytes=chip.granule_bytes)
+    unknown = [
+        f"{'loop' if region.is_loop else 'region'} of {region.end - region.start} bundles under "
+        f"{region.condition or 'a condition'}: of unknown frequency, counted {'once' if region.is_loop else 'in full'}"
+        for region in schedule.undecided
+    ]
+    unknown += [
+        f"dynamic axis {i} of its grid: of unknown length, counted once" for i, n in enumerate(call.steps) if n is None
+    ]
+    moved = (schedule.hbm_read_bytes, schedule.hbm_write_bytes)
+    dma_ms = None if None in moved else sum(n or 0 for n in moved) / chip.hbm_bytes_per_s * 1e3 * call.runs
+    return KernelPlan(
+        name=name,
+        grid=schedule.grid,
+        runs=call.runs,
+        schedule_ms=schedule.cycles / chip.clock_hz * 1e3 * call.runs,
+        dma_ms=dma_ms,
+        mxu_use=schedule.mxu,
+        spills=schedule.spill_stores + schedule.spill_loads,
+        vmem_bytes=schedule.vmem_bytes,
+        unknown=tuple(unknown),
     )
 
 
@@ -210,7 +243,6 @@ def _key(program: Program, place: Topology, found: dict[str, str]) -> str:
         hashlib.sha256(program.content).hexdigest(),
         program.mesh,
         program.donated,
-        program.grids,
         dataclasses.asdict(place),
         found,
         _source(),
@@ -231,7 +263,10 @@ def _read(entry: Path) -> ProgramPlan | None:
         return None
     try:
         fields = json.loads(entry.read_text(encoding="utf-8"))
-        kernels = tuple(KernelPlan(**kernel | {"unknown": tuple(kernel["unknown"])}) for kernel in fields["kernels"])
+        kernels = tuple(
+            KernelPlan(**kernel | {key: tuple(kernel[key]) for key in ("grid", "unknown")})
+            for kernel in fields["kernels"]
+        )
         return ProgramPlan(**fields | {"kernels": kernels, "notes": tuple(fields["notes"]), "compile_s": 0.0})
     except (ValueError, TypeError, KeyError):
         warnings.warn(f"plan: dropped a corrupt entry of the cache, {entry.name}; planning it anew", stacklevel=3)

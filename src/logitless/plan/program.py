@@ -9,6 +9,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from logitless.plan.chips import Topology
 
+MOSAIC = "tpu_custom_call"
+"""What XLA calls a Pallas kernel for a TPU."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -18,13 +21,13 @@ class Program:
         content: what `jax.export` writes.
         mesh: names and sizes of the axes, None for one device.
         donated: places of the flat arguments that the program may overwrite.
-        grids: of each Pallas kernel in it, by name, in the order of the program.
+        has_kernels: whether it calls Mosaic kernels, whose schedules the compiler then writes out.
     """
 
     content: bytes
     mesh: tuple[tuple[str, int], ...] | None
     donated: tuple[int, ...]
-    grids: tuple[tuple[str, tuple[int, ...]], ...]
+    has_kernels: bool
 
 
 def export_program(
@@ -49,7 +52,7 @@ def export_program(
         content=bytes(exported.serialize()),
         mesh=None if mesh is None else tuple(zip(names, sizes, strict=True)),
         donated=_flat_places(args, donate_argnums),
-        grids=(),
+        has_kernels=MOSAIC in exported.mlir_module(),
     )
 
 

@@ -1,6 +1,5 @@
 """What is reported of a program on a chip: a record, a table, a plot."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ class KernelPlan:
 
     Attributes:
         name: of the kernel.
+        grid: of its steps; empty where the schedule does not name it.
         runs: how often the program calls it.
         schedule_ms: bundles weighted by how often their region runs, over the clock; all runs.
         dma_ms: bytes that it moves from and to HBM, over the bandwidth; all runs. None where they cannot be told.
@@ -23,7 +23,8 @@ class KernelPlan:
     """
 
     name: str
-    runs: int
+    grid: tuple[int, ...]
+    runs: float
     schedule_ms: float
     dma_ms: float | None = None
     mxu_use: float | None = None
@@ -45,8 +46,8 @@ class ProgramPlan:
         argument_bytes: of the arguments.
         output_bytes: of the results.
         alias_bytes: of results that stand in the place of donated arguments.
-        total_bytes: arguments, results and temporaries, aliases counted once. Where the program does not compile for want
-            of HBM, what the compiler asks for.
+        total_bytes: arguments, results and temporaries, aliases counted once. Where the program does not compile for
+            want of HBM, what the compiler asks for.
         reserve_bytes: kept for what else the device holds.
         xla_ms: XLA's own estimate of what it compiles itself, times trip counts.
         kernels: the Mosaic kernels.

@@ -4,8 +4,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from . import bundles, scalar_unit
-from .bundles import DYNAMIC_BOUND, Program, ScheduleError
+from logitless.plan import bundles, scalar_unit
+from logitless.plan.bundles import DYNAMIC_BOUND, Program, ScheduleError
 
 MXU_COLUMNS = ("MATMUL", "MXU")
 """The column of the matrix units' products: libtpu 0.0.52 names it apart from loading weights, 0.0.42 does not."""
@@ -56,7 +56,14 @@ def kernel_names(dump: Path) -> list[str]:
     return sorted({match.group(1) for match in matches if match})
 
 
-def read_kernel(dump: Path, name: str, grid: tuple[int, ...], *, granule_bytes: int = 32) -> KernelSchedule:
+def read_kernel(
+    dump: Path,
+    name: str,
+    grid: tuple[int, ...] | None = None,
+    *,
+    steps: tuple[int, ...] = (),
+    granule_bytes: int = 32,
+) -> KernelSchedule:
     """Reads the schedule of one kernel.
 
     The bundles are those before waits are folded away, so that a bundle is a cycle; the kernel's own scalar code is
@@ -65,7 +72,9 @@ def read_kernel(dump: Path, name: str, grid: tuple[int, ...], *, granule_bytes: 
     Args:
         dump: folder of `--xla_jf_dump_to`, written with `--xla_jf_dump_llo_text=true`.
         name: the kernel's instruction, as `kernel.1`; without a number the only one of that name.
-        grid: its grid; a dynamic axis as the number of steps to count.
+        grid: its grid, to be checked against the dump; a dynamic axis as the number of steps to count. None where only
+            the dump knows it.
+        steps: without a grid, the numbers of steps to count of its dynamic axes.
         granule_bytes: what the chip counts copies in: 32 bytes on v5e, v5p, v6e and 7x, 512 on v4.
 
     Raises:
@@ -78,7 +87,11 @@ def read_kernel(dump: Path, name: str, grid: tuple[int, ...], *, granule_bytes: 
     rows = len(next(iter(slots.used.values())))
     if rows != program.bundles:
         raise ScheduleError(f"{instruction} has {program.bundles} bundles, but {rows} rows of used slots")
-    ran = scalar_unit.run(program, _dynamic_axes(program, instruction, grid))
+    if grid is None:
+        ran = scalar_unit.run(program, dict(zip(program.scalar_arguments, steps, strict=False)))
+        grid = _grid_of(program, steps)
+    else:
+        ran = scalar_unit.run(program, _dynamic_axes(program, instruction, grid))
     undecided = _settle_exclusive(ran)
     cycles = sum(ran.visits)
     totals = {
@@ -108,6 +121,15 @@ def _instruction(dump: Path, name: str) -> str:
     if len(found) != 1:
         raise ScheduleError(f"{len(found)} instructions in {dump} are named {name}; those there: {', '.join(names)}")
     return found[0]
+
+
+def _grid_of(program: Program, steps: tuple[int, ...]) -> tuple[int, ...]:
+    """The grid that the dump names, its dynamic axes filled in; empty where it names none, or several."""
+    if len(program.iteration_bounds) != 1:
+        return ()
+    (bounds,) = program.iteration_bounds
+    dynamic = iter(steps)
+    return tuple(next(dynamic, 1) if bound == DYNAMIC_BOUND else bound for bound in bounds)
 
 
 def _dynamic_axes(program: Program, instruction: str, grid: tuple[int, ...]) -> dict[str, int]:
