@@ -107,7 +107,8 @@ Appends a record to results/. TPUs need pip install 'logitless[tpu]'.
 
 examples:
   logitless plan configs/plan_qwen25_7b_v6e.yaml
-  logitless plan configs/plan_solve_v6e.yaml --reserve_gb 12   # the most tokens that fit beside 12 GB""",
+  logitless plan configs/plan_solve_v6e.yaml --reserve_gb 12   # the most tokens that fit beside 12 GB
+  logitless plan calibrate   # the estimate of time against public timings (tokamax 0.0.17, Python 3.12)""",
         _plan,
     ),
 }
@@ -148,12 +149,25 @@ def _run(command: str, words: list[str]) -> int:
         from logitless.bench.report import main as report
 
         return report(words[1:])
+    if command == "plan" and words[:1] == ["calibrate"]:
+        return _guarded(program, lambda: _calibrate(words[1:]))
     if any(word in ("-h", "--help") for word in words):
         _parser(command).print_help()
         return 0
+    return _guarded(program, lambda: JOBS[command].load()[1](read_config(command, words)))
+
+
+def _calibrate(words: list[str]) -> int:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from logitless.bench.plan_calibrate import main as calibrate
+
+    return calibrate(words)
+
+
+def _guarded(program: str, job: Callable[[], int]) -> int:
+    """The exit code of a job; what it refuses becomes one line."""
     try:
-        config = read_config(command, words)
-        return JOBS[command].load()[1](config)
+        return job()
     except _BadInput as error:
         return _complain(program, str(error))
     except (ValueError, NotImplementedError, OSError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from logitless.bench.report import duration, factor, size
+from logitless.plan.calibration import spread_words
 from logitless.plan.report import ESTIMATE
 
 Record = dict[str, Any]
@@ -86,7 +87,7 @@ def plan_words(records: Sequence[Record]) -> Iterator[str]:
             yield f"{where}: {_solved(record, baseline)}"
         for note in plan["notes"]:
             yield f"{where}: {note}"
-    yield f"Times are a {ESTIMATE}; memory is what the compiled program takes."
+    yield f"Times are a {ESTIMATE}; {spread_words()}. Memory is what the compiled program takes."
 
 
 def _solved(record: Record, baseline: Record | None) -> str:

@@ -9,6 +9,8 @@ from logitless.plan.loops import Place, trip_count, value_of
 from logitless.plan.program import MOSAIC
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_MOVES = ("copy", "slice", "dynamic-slice", "pad", "concatenate", "transpose", "bitcast", "reshape", "reverse")
+_NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element")
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Estimate:
         cycles: estimated by XLA for what it compiles itself; Mosaic kernels have none here.
         flops: of the products, two for each multiplication and addition.
         collective_bytes: results of collectives.
+        copy_cycles: of `cycles`, what only copies arrays or pieces of them.
+        copy_bytes: read and written by that.
         kernels: the Mosaic kernels by the name of their instruction.
         bounded: loops counted with the most that they can run.
         unknown: loops of unknown length, counted once, and conditionals of which the longest branch is counted.
@@ -41,6 +45,8 @@ class Estimate:
     cycles: float = 0.0
     flops: float = 0.0
     collective_bytes: float = 0.0
+    copy_cycles: float = 0.0
+    copy_bytes: float = 0.0
     kernels: dict[str, KernelCall] = field(default_factory=dict)
     bounded: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -50,6 +56,8 @@ class Estimate:
         self.cycles += times * other.cycles
         self.flops += times * other.flops
         self.collective_bytes += times * other.collective_bytes
+        self.copy_cycles += times * other.copy_cycles
+        self.copy_bytes += times * other.copy_bytes
         self.kernels |= {name: KernelCall(call.runs * times, call.steps) for name, call in other.kernels.items()}
         self.bounded += other.bounded
         self.unknown += other.unknown
@@ -64,6 +72,9 @@ def _of_computation(module: Module, place: Place) -> Estimate:
     total = Estimate()
     for x in place.computation:
         total.cycles += x.cycles or 0
+        if x.cycles is not None and _only_copies(module, x):
+            total.copy_cycles += x.cycles
+            total.copy_bytes += 2 * x.bytes
         if x.op == "while":
             _add_loop(module, x, place, total)
         elif x.op == "conditional":
@@ -95,6 +106,12 @@ def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) 
     times = 1 if trips is None else trips.number
     for attribute in ("body", "condition"):
         total.add(_of_computation(module, Place(module.callee(loop, attribute), (loop, place))), times)
+
+
+def _only_copies(module: Module, x: Instruction) -> bool:
+    """Whether an instruction, or all that a fusion does, is to copy arrays or pieces of them."""
+    ops = {inner.op for inner in module.callee(x, "calls")} - set(_NO_WORK) if x.op == "fusion" else {x.op}
+    return bool(ops) and ops <= set(_MOVES)
 
 
 def _dynamic_steps(module: Module, kernel: Instruction, place: Place) -> tuple[int | None, ...]:

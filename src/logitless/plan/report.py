@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from logitless.plan.calibration import spread_words
+
 ESTIMATE = "compiler estimate, not a measurement"
 
 
@@ -50,9 +52,11 @@ class ProgramPlan:
             want of HBM, what the compiler asks for.
         reserve_bytes: kept for what else the device holds.
         xla_ms: XLA's own estimate of what it compiles itself, times trip counts.
+        copies_ms: of `xla_ms`, what only copies arrays or pieces of them.
+        copies_dma_ms: the bytes that these copies read and write, over the bandwidth.
         kernels: the Mosaic kernels.
-        expected_ms: `xla_ms` and the kernels by the calibrated factor: what a chip is expected to take. All times are
-            None on a card: XLA estimates none for it.
+        expected_ms: `xla_ms`, with its copies and the kernels by the calibrated factors: what a chip is expected to
+            take. All times are None on a card: XLA estimates none for it.
         mxu_use: products over `expected_ms`, as a share of the bfloat16 peak.
         flops: of the products, kernels left out.
         collective_bytes: results of collectives.
@@ -71,6 +75,8 @@ class ProgramPlan:
     alias_bytes: int | None = None
     total_bytes: int | None = None
     xla_ms: float | None = None
+    copies_ms: float = 0.0
+    copies_dma_ms: float = 0.0
     kernels: tuple[KernelPlan, ...] = ()
     expected_ms: float | None = None
     mxu_use: float | None = None
@@ -81,4 +87,4 @@ class ProgramPlan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON takes it."""
-        return asdict(self) | {"kind": ESTIMATE}
+        return asdict(self) | {"kind": ESTIMATE, "spread": spread_words()}
