@@ -124,7 +124,7 @@ def fit(samples: Sequence[Sample], knots: Sequence[float] = KNOTS) -> tuple[Poin
 def _columns(x: Sample, knots: Sequence[float]) -> list[float]:
     """Derivatives of the estimate to each unknown, in ms."""
     steps = [tuple((knot, float(i >= place)) for i, knot in enumerate(knots)) for place in range(len(knots))]
-    return [x.copies_dma_ms, *(sum(expected_kernel_ms(s, dma, step) for s, dma in x.kernels) for step in steps)]
+    return [x.copies_dma_ms, *(sum((expected_kernel_ms(s, dma, step) for s, dma in x.kernels), 0.0) for step in steps)]
 
 
 def spread(samples: Sequence[Sample], points: Points, copy_factor: float) -> Spread:

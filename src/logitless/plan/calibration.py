@@ -92,16 +92,15 @@ def expected_kernel_ms(schedule_ms: float, dma_ms: float | None, points: Points 
         points: of the factor; those that ship unless given.
     """
     points = shipped().points if points is None else points
-    ratio = 0.0 if dma_ms is None or schedule_ms == 0 else dma_ms / schedule_ms
     last_ratio, last = points[-1]
-    if ratio > last_ratio and dma_ms is not None:
+    if dma_ms is not None and dma_ms > last_ratio * schedule_ms:
         # Bound by its copies: they scale with what the last point says of them.
         return dma_ms * last / last_ratio
-    return schedule_ms * factor_at(ratio, points)
+    return schedule_ms * _factor(dma_ms / schedule_ms if dma_ms and schedule_ms else 0.0, points)
 
 
-def factor_at(ratio: float, points: Points) -> float:
-    """The factor at a ratio up to the last point's."""
+def _factor(ratio: float, points: Points) -> float:
+    """At a ratio up to the last point's."""
     if ratio <= points[0][0]:
         return points[0][1]
     for (low, at_low), (high, at_high) in zip(points, points[1:], strict=False):
