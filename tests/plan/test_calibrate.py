@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -7,7 +8,7 @@ import pytest
 
 from logitless.bench import plan_calibrate
 from logitless.cli import main
-from logitless.plan import public_timings
+from logitless.plan import CHIPS, calibration, planner, public_timings
 from logitless.plan.calibrate import KNOTS, Sample, calibrate, fit, plan_timed, sample_of
 from logitless.plan.calibration import (
     FILE,
@@ -17,7 +18,9 @@ from logitless.plan.calibration import (
     shipped,
     spread_words,
 )
-from logitless.plan.report import ESTIMATE, ProgramPlan
+from logitless.plan.estimate import estimate
+from logitless.plan.hlo import parse
+from logitless.plan.report import ESTIMATE, KernelPlan, ProgramPlan
 
 POINTS = ((0.5, 1.0), (0.7, 1.1), (1.0, 1.4))
 TRUE_FACTORS = (1.03, 1.1, 1.1, 1.35)
@@ -90,6 +93,42 @@ def test_programs_without_a_kernel_keep_the_estimate_of_xla():
 def test_too_few_programs_to_calibrate(samples, said):
     with pytest.raises(ValueError, match=said):
         calibrate(samples, {})
+
+
+PROGRAM = """\
+HloModule m
+%moves (p: f32[8,256]) -> f32[8,128] {
+  %p = f32[8,256]{1,0} parameter(0)
+  ROOT %cut = f32[8,128]{1,0} slice(%p), slice={[0:8], [0:128]}
+}
+%adds (p: f32[8,256]) -> f32[8,128] {
+  %p = f32[8,256]{1,0} parameter(0)
+  %cut = f32[8,128]{1,0} slice(%p), slice={[0:8], [0:128]}
+  ROOT %sum = f32[8,128]{1,0} add(%cut, %cut)
+}
+ENTRY %main (x: f32[8,256]) -> f32[8,128] {
+  %x = f32[8,256]{1,0} parameter(0)
+  %a = f32[8,128]{1,0} fusion(%x), kind=kLoop, calls=%moves, backend_config={"estimated_cycles":"100"}
+  %b = f32[8,128]{1,0} fusion(%x), kind=kLoop, calls=%adds, backend_config={"estimated_cycles":"1000"}
+  ROOT %c = f32[8,128]{1,0} slice(%x), slice={[0:8], [0:128]}, backend_config={"estimated_cycles":"10"}
+}
+"""
+
+
+def test_what_only_copies_is_told_from_what_computes():
+    sums = estimate(parse(PROGRAM))
+    assert (sums.cycles, sums.copy_cycles) == (1110, 110)
+    # Two pieces of 8 x 128 float32, each read and written.
+    assert sums.copy_bytes == 2 * 2 * 8 * 128 * 4
+
+
+def test_another_calibration_reaches_a_plan_that_is_in_the_cache(monkeypatch):
+    plan = ProgramPlan("v6e", fits=True, reason=None, hbm_bytes=1, xla_ms=5.0, copies_ms=4.0, copies_dma_ms=2.0)
+    chip = CHIPS["v6e"]
+    for copy_factor in (1.0, 2.0):
+        found = dataclasses.replace(shipped(), copy_factor=copy_factor)
+        monkeypatch.setattr(calibration, "shipped", lambda found=found: found)
+        assert planner._with_expected(plan, chip).expected_ms == pytest.approx(1.0 + 2.0 * copy_factor)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +239,6 @@ def test_timings_in_another_form(tokamax, content):
 
 def plan_of(row, **options):
     """As the compiler would say of a program, were the copies half of the schedule."""
-    from logitless.plan.report import KernelPlan
-
     if row.direction == "forward" and row.held_out:
         return ProgramPlan("v6e", fits=False, reason="out of HBM", hbm_bytes=1)
     kernel = KernelPlan("k", (), 1.0, schedule_ms=2.0, dma_ms=1.0)

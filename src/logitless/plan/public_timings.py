@@ -32,7 +32,7 @@ _MODULE = {"pallas": "pallas_mosaic_tpu_kernel", "plain": "reference", "chunked"
 _SUFFIX = {"pallas": "pallas_mosaic_tpu", "plain": "reference", "chunked": "chunked_xla"}
 _XLA_BLOCKS = {"b_block_size": "b_block_sz", "v_block_size": "v_block_sz"}
 
-# The rule, written before any of it was compiled: all heads that tokamax timed, a small and a large size, both
+# The rule, fixed before anything was fitted: all heads that tokamax timed, a small and a large size, both
 # directions. One whole head is held out, so that nothing of its sizes is in the fit; the D of others lie on both sides.
 HEADS = (
     (2560, 262144),
