@@ -135,27 +135,28 @@ def largest(
             high_plan = plan
             break
         low, low_plan, high = high, plan, max(high + 1, min(2 * high, limit))
+    guess_next = True
     while high_plan is not None and high - low > 1:
-        middle = _between(low, low_plan, high, high_plan)
+        width = high - low
+        middle = _where_bytes_meet(low, low_plan, high, high_plan) if guess_next else (low + high) // 2
         plan = at(middle)
         if plan.fits:
             low, low_plan = middle, plan
         else:
             high, high_plan = middle, plan
+        # A guess that leaves more than half is followed by a halving.
+        guess_next = not guess_next or 2 * (high - low) <= width
     return low * step, low_plan
 
 
-def _between(low: int, low_plan: ProgramPlan, high: int, high_plan: ProgramPlan) -> int:
-    """The size between two at which a straight line through their bytes reaches the limit; the middle without bytes."""
-    middle = (low + high) // 2
+def _where_bytes_meet(low: int, low_plan: ProgramPlan, high: int, high_plan: ProgramPlan) -> int:
+    """The size between two at which a straight line through their bytes meets the limit; the middle without bytes."""
     below, above = low_plan.total_bytes, high_plan.total_bytes
     if below is None or above is None or above <= below:
-        return middle
+        return (low + high) // 2
     room = low_plan.hbm_bytes - low_plan.reserve_bytes - below
     guess = low + int((high - low) * room / (above - below))
-    # Within the middle half, so that a bad guess still halves the rest twice as slowly at worst.
-    quarter = max(1, (high - low) // 4)
-    return min(max(guess, low + quarter), high - quarter) if high - low > 3 else middle
+    return min(max(guess, low + 1), high - 1)
 
 
 def _compile(program: Program, place: Topology, timeout_s: float, python: str) -> tuple[ProgramPlan, bool]:
