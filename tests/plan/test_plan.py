@@ -329,8 +329,8 @@ def test_the_largest_size_is_found_by_few_plans(monkeypatch, right, form):
     )
     assert size == 64 * min(right, 127) and best.fits and best.total_bytes == total(size)
     assert [n for n, _ in told] == asked and len(set(asked)) == len(asked)
-    # Eight at most to double up to 127; then two where bytes are a line, else two for each halving.
-    assert len(asked) <= 8 + (3 if form == "line" else 12)
+    # Two for a line, one to see that it holds and one that the next does not; else two for each halving.
+    assert len(asked) <= (5 if form == "line" else 14)
 
 
 def test_a_size_that_never_fits_and_steps_without_sense(monkeypatch):
