@@ -233,7 +233,8 @@ def _wait(holds, message: str) -> None:
 def test_two_plans_at_once_do_not_meet():
     code = (
         "import sys, jax, jax.numpy as jnp\nfrom logitless.plan import plan_function\n"
-        "print(plan_function(jnp.sin, (jax.ShapeDtypeStruct((512, int(sys.argv[1])), jnp.float32),), 'v6e').argument_bytes)"
+        "x = jax.ShapeDtypeStruct((512, int(sys.argv[1])), jnp.float32)\n"
+        "print(plan_function(jnp.sin, (x,), 'v6e').argument_bytes)"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     runs = [

@@ -21,7 +21,7 @@ from logitless.plan.report import KernelPlan, ProgramPlan
 from logitless.plan.schedule import read_kernel
 
 TIMEOUT_S = 600.0
-FIRST_SHARE = 32
+FIRST_SHARE = 128
 """The first size that is tried: this share of the largest."""
 
 
@@ -44,8 +44,8 @@ def plan_function(
 
     Args:
         fn: what `jax.jit` takes: a loss with its gradients, a whole training step.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct` in trees. For several devices each has a `NamedSharding` over
-            one `jax.sharding.AbstractMesh`, whose size is the number of devices of the topology.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct` in trees. For several devices each has a `NamedSharding`
+            over one `jax.sharding.AbstractMesh`, whose size is the number of devices of the topology.
         where: `"v6e"` for one chip, `"v6e:2x4"`, `"v5p:2x2x1"`, ..., or a card: `"h100"`, `"a100"`, `"b200"`.
         donate_argnums: arguments whose memory the results may take.
         reserve_bytes: of HBM, for what else the device holds, such as the rest of the model.
