@@ -25,10 +25,11 @@ FUNCTION_LINES, KERNEL_LINES = 80, 120
 FOUNDATION = {"_arrays", "heads"}
 MAY_IMPORT = {
     "_arrays.py": set(),
+    "_files.py": set(),
     "heads.py": set(),
     "gradcheck.py": FOUNDATION | {"_gradcheck_arrays"},
     "audit.py": FOUNDATION | {"_audit_axes", "_audit_hlo", "_audit_trace"},
-    "plan.py": FOUNDATION,
+    "plan": FOUNDATION | {"_files", "plan"},
     "source_audit.py": FOUNDATION,
     "__main__.py": {"cli"},
     "losses/linear.py": FOUNDATION | {"losses", "ops"},

@@ -4,7 +4,9 @@ Letters, declared once: B sequences, T positions, N = B * T tokens, D hidden siz
 """
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +90,22 @@ def accumulator(*dtypes: np.dtype) -> np.dtype:
     return common_dtype(np.dtype(np.float32), *dtypes)
 
 
+_TARGET: ContextVar[str | None] = ContextVar("logitless_target", default=None)
+
+
+@contextmanager
+def tracing_for(platform: str) -> Iterator[None]:
+    """What is traced inside is for another platform than that of this process."""
+    token = _TARGET.set(platform)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
 def target_platform() -> str:
-    """The platform that a trace is for: that of the abstract device of the mesh in use, else that of the process."""
+    """The platform that a trace is for: as `tracing_for` says, else the mesh's abstract device, else this process."""
+    if (named := _TARGET.get()) is not None:
+        return named
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

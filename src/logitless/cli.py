@@ -57,8 +57,11 @@ def _audit() -> tuple[type, Callable[[Any], int]]:
 
 
 def _plan() -> tuple[type, Callable[[Any], int]]:
+    import jax
+
     # Nothing is run here: this process needs no device, and on a machine without a TPU libtpu only makes noise.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
     from logitless.bench.plan_cases import PlanConfig
     from logitless.bench.plan_run import run_plan
 

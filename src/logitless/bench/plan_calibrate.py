@@ -15,7 +15,7 @@ from rich.table import Table
 from logitless._files import replace_file
 from logitless.bench.errors import BenchError
 from logitless.bench.records import append_records, commit_of_package, results_folder
-from logitless.bench.report import duration
+from logitless.bench.units import duration
 from logitless.plan.calibrate import Sample, calibrate, plan_timed, sample_of
 from logitless.plan.calibration import Calibration, Points, shipped
 from logitless.plan.compiler import versions

@@ -5,11 +5,12 @@ from typing import Any
 
 from rich.table import Table
 
-from logitless.bench.report import duration, factor, size
+from logitless.bench.units import duration, factor, markdown, size
 from logitless.plan.calibration import spread_words
 from logitless.plan.report import ESTIMATE
 
 Record = dict[str, Any]
+LOSSES = {"grpo": "GRPO", "cross_entropy": "cross-entropy"}
 
 HEADERS = ("chip", "head", "tokens", "implementation", "temp", "arguments", "results", "total of HBM", "fits")
 HEADERS += ("time (estimate)", "MXU", "collectives", "compile")
@@ -17,18 +18,31 @@ HEADERS += ("time (estimate)", "MXU", "collectives", "compile")
 
 def plan_table(records: Sequence[Record]) -> Table:
     """A row for each program; one that does not fit says why."""
-    first = records[0]
-    case = first["case"]
-    both = len(case["differentiate"]) == 2
-    gradients = "both gradients" if both else f"the gradient of {case['differentiate'][0]} alone"
-    about = f"per device; {case['loss']} loss and {gradients}, {case['dtype']}"
-    caption = f"{about}. Memory: exact. Time: {ESTIMATE}; see docs/planning.md"
-    table = Table(title=first["name"], caption=caption)
+    table = Table(title=records[0]["name"], caption=plan_caption(records))
     for name in HEADERS:
         table.add_column(name, overflow="fold")
     for record in records:
         table.add_row(*_cells(record, records), style=None if record["plan"]["fits"] else "red")
     return table
+
+
+def plan_markdown(records: Sequence[Record]) -> str:
+    """The table of one run in markdown, its caption below."""
+    shown = [i for i, name in enumerate(HEADERS) if name != "compile"]
+    rows = [HEADERS, *(_cells(record, records) for record in records)]
+    versions = ", ".join(f"{name} {at}" for name, at in records[0]["versions"].items())
+    caption = plan_caption(records)
+    about = f"{versions}; commit {records[0]['commit'][:10]}, {records[0]['date'][:10]}"
+    return f"{markdown([[row[i] for i in shown] for row in rows])}\n\n{caption[0].upper()}{caption[1:]}. {about}.\n"
+
+
+def plan_caption(records: Sequence[Record]) -> str:
+    """What was planned, and how far the figures go."""
+    case = records[0]["case"]
+    both = len(case["differentiate"]) == 2
+    gradients = "both gradients" if both else f"the gradient of {case['differentiate'][0]} alone"
+    about = f"per device; {LOSSES[case['loss']]} loss and {gradients}, {case['dtype']}"
+    return f"{about}. Memory: exact. Time: {ESTIMATE}; see docs/planning.md"
 
 
 def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
@@ -59,7 +73,7 @@ def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
     )
 
 
-def _size(bytes_: float | None) -> str:
+def _size(bytes_: float | int | None) -> str:
     return "" if bytes_ is None else size(bytes_)
 
 
@@ -94,10 +108,13 @@ def _solved(record: Record, baseline: Record | None) -> str:
     case, plan = record["case"], record["plan"]
     if not case["tokens"]:
         return f"not even the smallest size fits ({plan['reason']})"
-    line = f"{case['tokens']:,} tokens a chip fit ({size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
+    at_least = "at least " if case["tokens"] >= case["most"] else ""
+    line = f"{at_least}{case['tokens']:,} tokens a chip fit ({size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
     line += f", {size(plan['reserve_bytes'])} kept for the rest)" if plan["reserve_bytes"] else ")"
     if baseline is None or baseline is record:
         return line
     if not baseline["case"]["tokens"]:
         return f"{line}; {baseline['implementation']} fits no tokens"
-    return f"{line}: {factor(case['tokens'] / baseline['case']['tokens'])} those of {baseline['implementation']}"
+    return (
+        f"{line}: {at_least}{factor(case['tokens'] / baseline['case']['tokens'])} those of {baseline['implementation']}"
+    )

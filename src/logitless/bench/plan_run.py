@@ -1,6 +1,7 @@
 """Runs `logitless plan`: a plan for each chip, head, size and implementation, or the largest size that fits."""
 
-from dataclasses import asdict, replace
+import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +13,7 @@ from logitless.bench.plan_report import plan_table, plan_words
 from logitless.bench.plots import plot_plans
 from logitless.bench.records import append_records, commit_of_package, results_folder
 from logitless.plan import ProgramPlan, largest, plan_function
+from logitless.plan.compiler import versions
 
 GB = 10**9
 TABLE_WIDTH = 200
@@ -35,7 +37,16 @@ def run_plan(config: PlanConfig) -> int:
     cases = cases_of(config)
     sizes = [None] if config.solve == "tokens" else list(config.tokens)
     jobs = [(case, size, name) for case in cases for size in sizes for name in config.implementations]
-    about = commit_of_package() | {"name": config.name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    found = {
+        name: at
+        for platform in dict.fromkeys(case.where.chip.platform for case in cases)
+        for name, at in versions(platform, config.python or sys.executable).items()
+    }
+    about = commit_of_package() | {
+        "versions": found,
+        "name": config.name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     records = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -77,7 +88,7 @@ def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: 
     if config.solve is None:
         assert size is not None
         fn, args = program(case, implementation, config.sequences, size // config.sequences)
-        tokens, plan = size, plan_function(fn, args, where, **options)
+        tokens, plan, most = size, plan_function(fn, args, where, **options), size
     elif config.solve == "batch":
         assert size is not None
         batch, plan = largest(
@@ -88,7 +99,7 @@ def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: 
             tell=tell,
             **options,
         )
-        tokens = batch * size
+        tokens, most = batch * size, max(1, config.most // size) * size
     else:
         # Whole sequences at every size: one of `step` tokens each.
         tokens, plan = largest(
@@ -99,8 +110,9 @@ def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: 
             tell=tell,
             **options,
         )
+        most = config.most // config.step * config.step
     return {
-        "case": asdict(replace(case, where=case.where)) | {"where": where, "tokens": tokens, "solve": config.solve},
+        "case": asdict(case) | {"where": where, "tokens": tokens, "solve": config.solve, "most": most},
         "implementation": implementation,
         "plan": plan.record(),
     }

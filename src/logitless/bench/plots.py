@@ -8,8 +8,8 @@ from typing import Any
 
 from logitless._files import replace_file
 from logitless.bench.records import latest_run, read_records
-from logitless.bench.report import Record, caption, duration, factor, kind, kind_in_words, memory_on_top, size
-
+from logitless.bench.report import Record, caption, kind, kind_in_words, memory_on_top
+from logitless.bench.units import duration, factor, size
 from logitless.plan.report import ESTIMATE
 
 IMAGE = re.compile(r"\]\((?P<path>(?:[\w.-]+/)*(?P<name>[\w.-]+)_(?P<what>time|memory)\.png)\)")

@@ -1,8 +1,8 @@
 """Shows the records of a bench: a table on the terminal, sentences, and the tables and plots of the README.
 
 `logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
-table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from `results/NAME.jsonl`, and draws each image that the
-page shows as `NAME_time.png` or `NAME_memory.png`.
+table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan) from `results/NAME.jsonl`, and
+draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
 """
 
 import re
@@ -15,38 +15,18 @@ from rich.table import Table
 
 from logitless._files import replace_file
 from logitless.bench.errors import BenchError
+from logitless.bench.plan_report import LOSSES, plan_markdown
 from logitless.bench.records import latest_run, read_records
+from logitless.bench.units import duration, factor, markdown, size
 
 Record = dict[str, Any]
 
-MARKED = re.compile(r"(<!-- bench:(?P<name>[\w.-]+) -->\n).*?(<!-- /bench:(?P=name) -->)", re.DOTALL)
-LOSSES = {"grpo": "GRPO", "cross_entropy": "cross-entropy"}
+MARKED = re.compile(r"(<!-- (?P<kind>bench|plan):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
 USAGE = "usage: logitless bench report [README.md [results]]"
-
-
-def size(bytes_: float | int | None) -> str:
-    """A memory size to three digits, in units of 1000."""
-    if bytes_ is None:
-        return "unknown"
-    for unit in ("B", "kB", "MB", "GB"):
-        if bytes_ < 999.5 or unit == "GB":
-            return f"{bytes_:.3g} {unit}"
-        bytes_ /= 1000
-    raise AssertionError
-
-
-def duration(time_ms: float) -> str:
-    """A time to three digits."""
-    return f"{time_ms / 1000:.3g} s" if time_ms >= 999.5 else f"{time_ms:.3g} ms"
 
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f" ({factor(ratio)})"
-
-
-def factor(ratio: float) -> str:
-    """A ratio to two digits."""
-    return f"{ratio:.2g}x" if ratio < 0.1 else f"{ratio:.2f}x"
 
 
 def kind(record: Record) -> tuple[str, str | None, float, float]:
@@ -217,12 +197,7 @@ def _compared(record: Record, baseline: Record) -> str:
 
 def markdown_table(records: Sequence[Record]) -> str:
     """The table of one run in markdown, its caption below."""
-    header, *cells = _table(records)
-    rows = [header, ("---",) * len(header), *cells]
-    # A pipe in a reason would open a new column.
-    table = "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows
-    )
+    table = markdown(_table(records))
     return f"{table}\n\n{caption(records)[0].upper()}{caption(records)[1:]}.\n"
 
 
@@ -232,14 +207,15 @@ def with_tables(text: str, results: Path) -> str:
     Raises:
         BenchError: a marker has no end or its record is missing.
     """
-    opened = re.findall(r"<!-- bench:([\w.-]+) -->", text)
-    closed = [match["name"] for match in MARKED.finditer(text)]
+    opened = re.findall(r"<!-- ((?:bench|plan):[\w.-]+) -->", text)
+    closed = [f"{match['kind']}:{match['name']}" for match in MARKED.finditer(text)]
     if opened != closed:
         missing = next(name for name in opened if opened.count(name) != closed.count(name))
-        raise BenchError(f"<!-- bench:{missing} --> has no <!-- /bench:{missing} --> after it")
+        raise BenchError(f"<!-- {missing} --> has no <!-- /{missing} --> after it")
 
     def table(match: re.Match[str]) -> str:
-        return match[1] + markdown_table(latest_run(read_records(results / f"{match['name']}.jsonl"))) + match[3]
+        records = latest_run(read_records(results / f"{match['name']}.jsonl"))
+        return match[1] + (markdown_table if match["kind"] == "bench" else plan_markdown)(records) + match[4]
 
     return MARKED.sub(table, text)
 

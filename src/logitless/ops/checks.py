@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logitless._arrays import BlockSizes, MaskArray, Scalar, accumulator, as_mask, check_name, is_concrete, shape_error
+from logitless._arrays import (
+    BlockSizes,
+    MaskArray,
+    Scalar,
+    accumulator,
+    as_mask,
+    check_name,
+    is_concrete,
+    shape_error,
+    target_platform,
+)
 from logitless.ops.types import (
     BLOCK_SIZES,
     LOGIT_BYTES,
@@ -137,7 +147,8 @@ def check_options(
             )
         logits_dtype = dtype.name
     ordered: tuple[OutputName, ...] = tuple(output for output in OUTPUT_NAMES if output in outputs)
-    return HeadOptions(layout, ordered, logits_dtype, precision, **{key: int(size) for key, size in sizes.items()})
+    blocks = {key: int(size) for key, size in sizes.items()}
+    return HeadOptions(layout, ordered, logits_dtype, precision, **blocks, platform=target_platform())
 
 
 def _dtype(name: str) -> np.dtype | None:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from logitless._arrays import accumulator, common_dtype, target_platform
+from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
@@ -293,7 +293,7 @@ def _block_n(count: int, vocab: int, options: HeadOptions) -> int:
     """Tokens of a block: a quarter of a small batch at most, which is then not held whole either."""
     if options.block_n is not None:
         return options.block_n
-    if options.block_bytes is None and target_platform() == "cpu":
+    if options.block_bytes is None and options.platform == "cpu":
         return min(CPU_BLOCK_N, -(-count // 4))
     most = max(1, tokens_within(options.block_bytes or ACCELERATOR_BLOCK_BYTES, vocab, options))
     # Blocks of about one size: a last one of a few tokens would cost as much as a full one.

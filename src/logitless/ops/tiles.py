@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from logitless._arrays import common_dtype, target_platform
+from logitless._arrays import common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.derivatives import Differentiated
 from logitless.ops.softmax import transform_logits
@@ -142,7 +142,7 @@ def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
 
 def _rule(options: HeadOptions) -> tuple[int, int]:
     """Tokens and columns of a block: those of the device, cut down to the caller's bytes of float32 logits."""
-    block_n, block_v = CPU_BLOCKS if target_platform() == "cpu" else ACCELERATOR_BLOCKS
+    block_n, block_v = CPU_BLOCKS if options.platform == "cpu" else ACCELERATOR_BLOCKS
     if options.block_bytes is None:
         return block_n, block_v
     elements = max(1, options.block_bytes // LOGIT_BYTES)

@@ -55,6 +55,7 @@ class HeadOptions:
         block_v: vocabulary columns of a block, or None for the implementation's own rule.
         block_d: hidden columns of a block, or None for the implementation's own rule.
         block_bytes: most bytes of float32 logits at one time, for the rule to choose the blocks by; None for its own.
+        platform: that the program is for, as JAX names it: what the rules of blocks go by.
     """
 
     layout: Layout = "DV"
@@ -65,6 +66,7 @@ class HeadOptions:
     block_v: int | None = None
     block_d: int | None = None
     block_bytes: int | None = None
+    platform: str = "cpu"
 
 
 BLOCK_SIZES = ("block_n", "block_v", "block_d", "block_bytes")

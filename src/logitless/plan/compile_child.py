@@ -43,7 +43,8 @@ def _compile(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     else:
         names, sizes = zip(*request["mesh"], strict=True)
         shardings = exported.in_shardings_jax(topologies.make_mesh(topology, sizes, names))
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(exported.in_avals, shardings)]
+    pairs = zip(exported.in_avals, shardings, strict=True)
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in pairs]
 
     def program(*flat: Any) -> Any:
         arguments, keywords = jax.tree.unflatten(exported.in_tree, flat)

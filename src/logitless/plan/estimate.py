@@ -103,7 +103,7 @@ def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) 
         total.unknown.append(f"loop {loop.name} ({_where(loop)}): of unknown length, counted once")
     elif not trips.exact:
         total.bounded.append(f"loop {loop.name} ({_where(loop)}): at most {trips.number} times, counted so often")
-    times = 1 if trips is None else trips.number
+    times = 1.0 if trips is None else float(trips.number)
     for attribute in ("body", "condition"):
         total.add(_of_computation(module, Place(module.callee(loop, attribute), (loop, place))), times)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-ITEM_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+ITEM_BYTES = {"pred": 1.0, "bf16": 2.0}
 _HEADER = re.compile(r"^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)$")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|bf16|[sufc]\d+\w*)\[(?P<dims>[\d,]*)\]")
@@ -44,7 +44,7 @@ class Instruction:
     @property
     def bytes(self) -> float:
         """Of the result."""
-        return sum(item_bytes(dtype) * prod(dims) for dtype, dims in self.shapes)
+        return sum((item_bytes(dtype) * prod(dims) for dtype, dims in self.shapes), 0.0)
 
     @property
     def cycles(self) -> int | None:

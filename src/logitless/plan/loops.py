@@ -56,7 +56,7 @@ def trip_count(module: Module, loop: Instruction, place: Place) -> Value | None:
     if direction not in ("LT", "GT"):
         return None
     counter, last = compared.operands if direction == "LT" else compared.operands[::-1]
-    index = _carried(at, counter)
+    index = _carried(module, at, counter)
     if index is None:
         return None
     body = Place(module.callee(loop, "body"), (loop, place))
@@ -131,29 +131,39 @@ def _element(module: Module, place: Place, x: Instruction) -> Value | None:
         loop, outside = place.caller
     else:
         return None
-    result = Place(module.callee(loop, "body")).root
-    if result.op != "tuple" or _carried(Place(module.callee(loop, "body")), result.operands[index]) != index:
-        return None
     start = outside[loop.operands[0]]
-    return value_of(module, outside, start.operands[index]) if start.op == "tuple" else None
+    if start.op != "tuple" or not _keeps(module, loop, index):
+        return None
+    return value_of(module, outside, start.operands[index])
 
 
-def _carried(place: Place, name: str) -> int | None:
-    """Which element of a loop's carry a scalar is, unchanged; None where it is none."""
+def _keeps(module: Module, loop: Instruction, index: int) -> bool:
+    """Whether a loop hands an element of its carry on unchanged."""
+    body = Place(module.callee(loop, "body"))
+    return body.root.op == "tuple" and _carried(module, body, body.root.operands[index]) == index
+
+
+def _carried(module: Module, place: Place, name: str) -> int | None:
+    """Which element of the carry of the loop around it a scalar is, unchanged; None where it is none."""
     x = place[name]
     while x.op in _SAME:
         x = place[x.operands[0]]
-    if x.op == "get-tuple-element" and place[x.operands[0]].op == "parameter":
-        return int(x.attribute("index") or 0)
+    if x.op == "get-tuple-element":
+        source, index = place[x.operands[0]], int(x.attribute("index") or 0)
+        if source.op == "parameter":
+            return index
+        if source.op == "while" and _keeps(module, source, index):
+            start = place[source.operands[0]]
+            return _carried(module, place, start.operands[index]) if start.op == "tuple" else None
     if x.op == "parameter" and place.caller is not None and place.caller[0].op != "while":
         caller, outside = place.caller
-        return _carried(outside, caller.operands[int(x.literal)])
+        return _carried(module, outside, caller.operands[int(x.literal)])
     return None
 
 
 def _growth(module: Module, place: Place, name: str, index: int) -> int | None:
     """By how much element `index` of a loop's carry has grown in a value, None where that is no number."""
-    if _carried(place, name) == index:
+    if _carried(module, place, name) == index:
         return 0
     x = place[name]
     if x.op in _SAME:

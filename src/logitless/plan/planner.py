@@ -21,6 +21,8 @@ from logitless.plan.report import KernelPlan, ProgramPlan
 from logitless.plan.schedule import read_kernel
 
 TIMEOUT_S = 600.0
+FIRST_SHARE = 128
+"""The first size that is tried: this share of the largest."""
 
 # What does not bear on how a program is read: these come after the cache.
 _AFTER_CACHE = ("calibration.py", "calibrate.py", "public_timings.py")
@@ -45,8 +47,8 @@ def plan_function(
 
     Args:
         fn: what `jax.jit` takes: a loss with its gradients, a whole training step.
-        args: its arguments: arrays, or `jax.ShapeDtypeStruct` in trees. For several devices each has a `NamedSharding` over
-            one `jax.sharding.AbstractMesh`, whose size is the number of devices of the topology.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct` in trees. For several devices each has a `NamedSharding`
+            over one `jax.sharding.AbstractMesh`, whose size is the number of devices of the topology.
         where: `"v6e"` for one chip, `"v6e:2x4"`, `"v5p:2x2x1"`, ..., or a card: `"h100"`, `"a100"`, `"b200"`.
         donate_argnums: arguments whose memory the results may take.
         reserve_bytes: of HBM, for what else the device holds, such as the rest of the model.
@@ -117,48 +119,40 @@ def largest(
         >>> largest(make, "v6e")[0]  # doctest: +SKIP
         90112
 
-    Reference: bisection. Departures: the next size is guessed from the bytes of the two around it.
+    Reference: the secant method, with a halving after a guess that gained little.
     """
     if not 0 < step <= most:
         raise ValueError(f"plan: step={step}, most={most}; they must be 0 < step <= most")
 
-    def at(units: int) -> ProgramPlan:
+    limit = most // step
+    plans: dict[int, ProgramPlan] = {}
+    # `low` fits and `high` does not, as far as is known: nothing always fits, and above `most` nothing is tried.
+    low, high, guess_next = 0, limit + 1, True
+    units = max(1, limit // FIRST_SHARE)
+    while high - low > 1:
+        width = high - low
         fn, args = make(units * step)
-        plan = plan_function(fn, args, where, **options)
-        tell(units * step, plan)
-        return plan
-
-    low, low_plan = 1, at(1)
-    if not low_plan.fits:
-        return 0, low_plan
-    limit, high, high_plan = most // step, 2, None
-    while high <= limit:
-        plan = at(high)
-        if not plan.fits:
-            high_plan = plan
-            break
-        low, low_plan, high = high, plan, max(high + 1, min(2 * high, limit))
-    while high_plan is not None and high - low > 1:
-        middle = _between(low, low_plan, high, high_plan)
-        plan = at(middle)
-        if plan.fits:
-            low, low_plan = middle, plan
-        else:
-            high, high_plan = middle, plan
-    return low * step, low_plan
+        plans[units] = plan_function(fn, args, where, **options)
+        tell(units * step, plans[units])
+        low, high = (units, high) if plans[units].fits else (low, units)
+        # A guess that leaves more than half is followed by a halving.
+        guess_next = not guess_next or 2 * (high - low) <= width
+        units = _guess(plans, low, high) if guess_next or len(plans) < 3 else (low + high) // 2
+    return low * step, plans[max(low, 1)]
 
 
-def _between(low: int, low_plan: ProgramPlan, high: int, high_plan: ProgramPlan) -> int:
-    """The size between two at which a straight line through their bytes reaches the limit; the middle without bytes."""
-    middle = (low + high) // 2
-    below, above = low_plan.total_bytes, high_plan.total_bytes
-    if below is None or above is None or above <= below:
-        return middle
-    room = low_plan.hbm_bytes - low_plan.reserve_bytes - below
-    guess = low + int((high - low) * room / (above - below))
-    # Within the middle half, so that a bad guess still halves the rest twice as slowly at worst.
-    quarter = max(1, (high - low) // 4)
-    return min(max(guess, low + quarter), high - quarter) if high - low > 3 else middle
+def _guess(plans: dict[int, ProgramPlan], low: int, high: int) -> int:
+    """The size between `low` and `high` at which a line through the bytes of two plans around it meets the limit."""
+    sizes = sorted(n for n, plan in plans.items() if plan.total_bytes is not None)
+    around = [n for n in sizes if n <= low][-2:] + [n for n in sizes if n >= high][:1]
+    guess = 2 * low if low else high // 2
+    if len(around) > 1:
+        one, other = around[-2:]
+        below, above = plans[one].total_bytes or 0, plans[other].total_bytes or 0
+        if above > below:
+            room = plans[one].hbm_bytes - plans[one].reserve_bytes - below
+            guess = one + int((other - one) * room / (above - below))
+    return min(max(guess, low + 1), high - 1)
 
 
 def _compile(program: Program, place: Topology, timeout_s: float, python: str) -> tuple[ProgramPlan, bool]:

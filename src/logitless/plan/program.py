@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
+from logitless._arrays import tracing_for
 from logitless.plan.chips import Topology
 
 MOSAIC = "tpu_custom_call"
@@ -44,13 +45,13 @@ def export_program(
     device = AbstractDevice(
         device_kind=where.chip.device_kind, num_cores=where.chip.cores, platform=where.chip.platform
     )
-    names, sizes = ((), ()) if mesh is None else (mesh.axis_names, mesh.axis_sizes)
-    types = {} if mesh is None else {"axis_types": mesh.axis_types}
-    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, abstract_device=device, **types)):
+    # Without axes, so that it stands in the way of no mesh of the function's own.
+    here = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with here, tracing_for(where.chip.platform):
         exported = jax.export.export(jax.jit(fn), platforms=[where.chip.platform])(*args)
     return Program(
         content=bytes(exported.serialize()),
-        mesh=None if mesh is None else tuple(zip(names, sizes, strict=True)),
+        mesh=None if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
         donated=_flat_places(args, donate_argnums),
         has_kernels=MOSAIC in exported.mlir_module(),
     )

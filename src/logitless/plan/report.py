@@ -28,16 +28,18 @@ class KernelPlan:
     grid: tuple[int, ...]
     runs: float
     schedule_ms: float
-    dma_ms: float | None = None
-    mxu_use: float | None = None
-    spills: int | None = None
-    vmem_bytes: int | None = None
+    dma_ms: float | Any = None
+    mxu_use: float | Any = None
+    spills: int | Any = None
+    vmem_bytes: int | Any = None
     unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ProgramPlan:
     """A program on one device of a topology.
+
+    Who knows that a program compiled need not tell a type checker that a figure is there: hence `Any` beside it.
 
     Attributes:
         topology: chip and wiring, as `v6e:2x4`.
@@ -66,22 +68,22 @@ class ProgramPlan:
 
     topology: str
     fits: bool
-    reason: str | None
+    reason: str | Any
     hbm_bytes: int
     reserve_bytes: int = 0
-    temp_bytes: int | None = None
-    argument_bytes: int | None = None
-    output_bytes: int | None = None
-    alias_bytes: int | None = None
-    total_bytes: int | None = None
-    xla_ms: float | None = None
+    temp_bytes: int | Any = None
+    argument_bytes: int | Any = None
+    output_bytes: int | Any = None
+    alias_bytes: int | Any = None
+    total_bytes: int | Any = None
+    xla_ms: float | Any = None
     copies_ms: float = 0.0
     copies_dma_ms: float = 0.0
     kernels: tuple[KernelPlan, ...] = ()
-    expected_ms: float | None = None
-    mxu_use: float | None = None
-    flops: float | None = None
-    collective_bytes: float | None = None
+    expected_ms: float | Any = None
+    mxu_use: float | Any = None
+    flops: float | Any = None
+    collective_bytes: float | Any = None
     compile_s: float = 0.0
     notes: tuple[str, ...] = field(default=())
 
