@@ -3,6 +3,7 @@ import importlib.util
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -324,13 +325,15 @@ def test_an_older_python_is_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_real_kernel_with_its_real_time(monkeypatch, tmp_path):
+def test_a_real_kernel_with_its_real_time():
     for name in ("tokamax", "libtpu"):
         if importlib.util.find_spec(name) is None or sys.version_info < (3, 12):
             pytest.skip(f"{name} is not installed: {public_timings.INSTALL}")
     rows = public_timings.public_timings()
     row = next(r for r in rows if (r.code, r.direction, r.tokens, r.hidden_size) == ("pallas", "forward", 1024, 5120))
-    x = sample_of(row, plan_timed(row, use_cache=False))
+    # tokamax is not written for the strict promotion of these tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        x = sample_of(row, plan_timed(row, use_cache=False))
     assert x is not None
     assert x.held_out
     found = shipped()
