@@ -1,6 +1,7 @@
 """Where files are kept, and how they are replaced whole."""
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -15,7 +16,7 @@ def cache_dir() -> Path:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes under another name first, then renames."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         partial.write_bytes(content)
         os.replace(partial, path)

@@ -4,7 +4,7 @@ import pytest
 
 from logitless.plan.estimate import KernelCall, estimate
 from logitless.plan.hlo import parse
-from logitless.plan.loops import Place, Value, trip_count
+from logitless.plan.loops import Place, Value, trip_count, value_of
 
 FUSED = """\
 %less (p.0: s32[], p.1: s32[]) -> pred[] {
@@ -204,14 +204,42 @@ def test_the_longest_branch_of_a_conditional_counts_and_is_reported():
         assert sums.cycles == 50 and "longest branch" in sums.unknown[0]
 
 
+def test_a_branch_with_a_kernel_is_the_longest_for_its_time_stands_elsewhere():
+    kernel = """%small (s: f32[4]) -> f32[4] {
+  %s = f32[4]{0} parameter(0)
+  ROOT %k.1 = f32[4]{0} custom-call(%s), custom_call_target="tpu_custom_call"
+}"""
+    line = "%c = f32[4]{0} conditional(%i, %x, %x), branch_computations={%small, %large}"
+    text = BODY.format(lines=f"  {line}")
+    start, end = text.index("%small"), text.index("%large (")
+    sums = estimate(parse(text[:start] + kernel + "\n\n" + text[end:]))
+    assert set(sums.kernels) == {"k.1"}
+
+
+def test_a_branch_of_a_conditional_is_not_handed_its_predicate():
+    inner = program("copy(%a)")
+    # The loop's end is a parameter of the branch; the first operand of the conditional is another number.
+    assert trips(inner)[1] is None
+    text = BODY.format(lines="  %c = s32[] conditional(%ten, %i, %i), branch_computations={%pass, %pass}").replace(
+        "ENTRY", "%pass (q: s32[]) -> s32[] {\n  %q = s32[]{} parameter(0)\n  ROOT %q2 = s32[]{} copy(%q)\n}\n\nENTRY"
+    )
+    module = parse(text)
+    entry = Place(module.computations[module.entry])
+    branch = Place(module.computations["pass"], (entry["c"], entry))
+    assert value_of(module, branch, "q2") is None
+
+
 def test_collectives_count_what_they_bring():
     sums = sums_of(
         "%a = bf16[16,128]{1,0} all-reduce(%y), to_apply=%small",
         "%s = (bf16[16,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%y), dimensions={0}",
         "%d = bf16[64,128]{1,0} all-gather-done(%s)",
         "%p = u8[32]{0} collective-permute(%y)",
+        "%t = (f32[1024]{0}, f32[256]{0}, f32[]) all-reduce-start(%y, %y, %x), to_apply=%small",
+        "%m = ((f32[8]{0}, f32[4]{0}), (f32[32]{0}, f32[16]{0})) all-gather-start(%y, %y), dimensions={0}",
     )
-    assert sums.collective_bytes == 16 * 128 * 2 + 64 * 128 * 2 + 32
+    combined = (1024 + 256 + 1) * 4 + (32 + 16) * 4
+    assert sums.collective_bytes == 16 * 128 * 2 + 64 * 128 * 2 + 32 + combined
 
 
 def test_kernels_are_named_with_the_steps_of_their_dynamic_axes():
@@ -229,8 +257,29 @@ def test_products_of_every_form():
     assert sums.flops == 2 * 16 * 16 * 128
     sums = sums_of("%d = f32[128,128]{1,0} convolution(%y, %y), dim_labels=fb_io->bf")
     assert sums.flops == 2 * 128 * 128 * 16
-    sums = sums_of("%d = f32[16,5]{1,0} convolution(%y, %y), window={size=3x2}, dim_labels=bf_io->bf")
-    assert sums.flops == 2 * 16 * 5 * 128 * 6
+
+
+SPATIAL = (
+    # lhs, rhs, result, window, labels, multiplications of one output and input channel: counted by hand.
+    ("[4,8,16]", "[4,16,32]", "[4,8,32]", "size=4 stride=3 lhs_dilate=4", "0bf_0io->0bf", 4 * 8 * 32 * 16),
+    ("[2,10,3]", "[3,3,5]", "[2,8,5]", "size=3", "b0f_0io->b0f", 2 * 8 * 3 * 5 * 3),
+    ("[2,10,3]", "[3,3,5]", "[2,10,5]", "size=3 pad=1_1", "b0f_0io->b0f", 2 * (8 * 3 + 2 * 2) * 5 * 3),
+    ("[2,10,3]", "[3,3,5]", "[2,4,5]", "size=3 stride=2", "b0f_0io->b0f", 2 * 4 * 3 * 5 * 3),
+    ("[2,10,3]", "[3,3,5]", "[2,6,5]", "size=3 rhs_dilate=2", "b0f_0io->b0f", 2 * 6 * 3 * 5 * 3),
+    # A depthwise one: each output reads one input channel.
+    ("[2,10,6]", "[3,1,6]", "[2,8,6]", "size=3", "b0f_0io->b0f", 2 * 8 * 3 * 6),
+    ("[1,5,7,3]", "[2,3,3,4]", "[1,4,5,4]", "size=2x3", "b01f_01io->b01f", 4 * 5 * 2 * 3 * 4 * 3),
+)
+
+
+@pytest.mark.parametrize(("lhs", "rhs", "result", "window", "labels", "multiplications"), SPATIAL)
+def test_a_window_counts_the_taps_that_meet_data(lhs, rhs, result, window, labels, multiplications):
+    sums = sums_of(
+        f"%l = f32{lhs}{{0}} constant({{...}})",
+        f"%k = f32{rhs}{{0}} constant({{...}})",
+        f"%d = f32{result}{{0}} convolution(%l, %k), window={{{window}}}, dim_labels={labels}",
+    )
+    assert sums.flops == 2 * multiplications
 
 
 def test_text_that_is_no_program_is_refused():

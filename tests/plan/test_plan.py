@@ -7,16 +7,17 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless import linear_grpo_loss
+from logitless import linear_grpo_loss, linear_logprobs
 from logitless.plan import CHIPS, CompilerMissing, ProgramPlan, largest, plan_function, planner, topology
 from logitless.plan.compiler import versions
 
@@ -109,6 +110,59 @@ def test_devices_of_a_mesh_are_planned_one_by_one_and_collectives_counted():
     other = shape(4096, 512, sharding=NamedSharding(AbstractMesh((2, 2), ("a", "b")), P("a")))
     with pytest.raises(ValueError, match="2 different meshes"):
         plan_function(jax.grad(loss), (args[0], other), "v6e:2x2")
+
+
+class Parameters(NamedTuple):
+    """A tree of the caller's own."""
+
+    w: jax.Array
+    unused: jax.Array
+
+
+@libtpu
+def test_trees_numbers_and_unused_arguments_are_what_they_are_for_jit():
+    def step(parameters, rate):
+        return Parameters(parameters.w - rate * parameters.w, jnp.zeros(3)), {
+            "norm": jnp.sum(parameters.w, dtype=jnp.float32)
+        }
+
+    parameters = Parameters(shape(1024, 512, dtype=jnp.bfloat16), shape(1024, 1024))
+    plan = plan_function(step, (parameters, 1e-4), "v6e", donate_argnums=0)
+    array = 1024 * 512 * 2
+    # A Python number does not widen bfloat16, and what the function does not read is no argument of its program.
+    assert array <= plan.argument_bytes < array + 5000 and array <= plan.output_bytes < array + 5000
+    assert plan.alias_bytes == array
+    with pytest.raises(ValueError, match="donate_argnums names argument 2; there are 2"):
+        plan_function(step, (parameters, 1e-4), "v6e", donate_argnums=(0, 2))
+
+
+@libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["v4:2x2x1", "v5p:2x2x1", "7x:2x2x1", "v6e:2x4"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_over_every_chip_and_of_every_axis_type(where, kind):
+    devices = topology(where).devices
+    mesh = AbstractMesh((2, devices // 2), ("a", "b"), axis_types=(kind, kind))
+    x = shape(64, 128, sharding=NamedSharding(mesh, P(("a", "b"))))
+    plan = plan_function(lambda x: jnp.tanh(x) * 2, (x,), where)
+    assert plan.fits and plan.argument_bytes == 64 // devices * 128 * 4 or plan.argument_bytes == 8 * 128 * 4
+
+
+@libtpu
+def test_a_product_with_a_batch_counts_once():
+    x = shape(16, 256, 256, dtype=jnp.bfloat16)
+    plan = plan_function(lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), (x, x), "v6e")
+    assert plan.flops == 2 * 16 * 256**3 and plan.mxu_use < 1
+
+
+@libtpu
+def test_what_jax_cannot_lower_is_an_answer_and_what_the_function_refuses_is_an_error():
+    plan = plan_function(lambda x: jnp.linalg.eig(x)[0], (shape(8, 8),), "v6e")
+    assert not plan.fits and plan.reason.startswith("not lowered for v6e: ") and plan.temp_bytes is None
+    with pytest.raises(ValueError, match="must hold D = 5"):
+        plan_function(
+            lambda h, w, t: linear_logprobs(h, w, t), (shape(2, 5), shape(4, 7), shape(2, dtype=jnp.int32)), "v6e"
+        )
 
 
 @libtpu
@@ -218,8 +272,7 @@ def test_no_process_and_no_folder_outlives_a_plan_that_is_stopped(tmp_path, sign
         assert run.wait(20) != 0
         assert b"done" not in run.stdout.read()
     _wait(lambda: not _children(), "the compiler outlived the plan")
-    if signal == "INT":
-        assert not list(scratch.iterdir())
+    _wait(lambda: not list(scratch.iterdir()), "its files outlived the plan")
 
 
 def _wait(holds, message: str) -> None:
@@ -332,6 +385,18 @@ def test_the_largest_size_is_found_by_few_plans(monkeypatch, right, form):
     assert [n for n, _ in told] == asked and len(set(asked)) == len(asked)
     # Two for a line, one to see that it holds and one that the next does not; else two for each halving.
     assert len(asked) <= (5 if form == "line" else 14)
+
+
+def test_the_search_ends_where_a_size_is_refused_for_another_reason(monkeypatch):
+    def plan(fn, args, where, **options):
+        refused = args[0] > 32
+        return ProgramPlan(
+            where, not refused, "not compiled within 5 s" if refused else None, 1000, total_bytes=args[0]
+        )
+
+    monkeypatch.setattr(planner, "plan_function", plan)
+    size, best = largest(lambda n: (abs, (n,)), "v6e", step=16, most=4096)
+    assert 0 < size <= 32 and best.fits and best.notes[-1].startswith("stopped at size ") and "5 s" in best.notes[-1]
 
 
 def test_a_size_that_never_fits_and_steps_without_sense(monkeypatch):

@@ -107,7 +107,7 @@ def test_the_most_tokens_that_fit_beside_the_reserve(tmp_path, capsys, planned, 
     assert found == [n for n in (plain, chunked) if n is not None]
     out = capsys.readouterr().out
     if chunked:
-        assert f"chunked on v6e: {chunked:,} tokens a chip fit" in out and "10.01x those of plain_jnp" in out
+        assert f"chunked on v6e: {chunked:,} tokens a device fit" in out and "10.01x those of plain_jnp" in out
 
 
 def test_a_program_that_the_compiler_refuses_is_a_row_and_exit_1(tmp_path, capsys, planned, monkeypatch):

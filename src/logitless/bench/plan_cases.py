@@ -37,12 +37,13 @@ class PlanConfig:
         hidden_size: D.
         vocab_size: V.
         layout: of the head: `VD` or `DV`; unless given that of the model, `VD` where it is tied.
-        tokens: N on each chip, in `sequences` sequences.
-        sequences: B on each chip; divides every N. With `solve: batch` it is what is solved for.
+        tokens: N on each device, in `sequences` sequences; not read with `solve: tokens`. `v4` and `7x` have two devices
+            a chip.
+        sequences: B on each device; divides every N. With `solve` it is what is solved for.
         dtype: of hidden states and head.
         loss: `grpo` or `cross_entropy`.
         differentiate: whose gradients are computed; `[hidden]` for a frozen head.
-        solve: `tokens` finds the most tokens on a chip that fit, in steps of `step`; `batch` the most sequences of
+        solve: `tokens` finds the most tokens on a device that fit, in steps of `step`; `batch` the most sequences of
             `tokens` tokens each. In place of a plan of each size.
         step: of the tokens that `solve` tries; `batch` goes in steps of one sequence.
         most: the most tokens that `solve` tries.

@@ -69,7 +69,7 @@ def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
         time,
         "" if plan["mxu_use"] is None else f"{plan['mxu_use']:.0%}",
         _size(plan["collective_bytes"] or None),
-        f"{plan['compile_s']:.0f} s" if plan["compile_s"] else "cached",
+        "cached" if plan["cached"] else f"{plan['compile_s']:.0f} s" if plan["compile_s"] else "",
     )
 
 
@@ -99,22 +99,40 @@ def plan_words(records: Sequence[Record]) -> Iterator[str]:
         where = f"{record['implementation']} on {case['where']}{', ' + case['head'] if case['head'] else ''}"
         if case["solve"] is not None:
             yield f"{where}: {_solved(record, baseline)}"
-        for note in plan["notes"]:
-            yield f"{where}: {note}"
+        yield from (f"{where}: {_kernel(kernel)}" for kernel in plan["kernels"])
+        yield from (f"{where}: {note}" for note in plan["notes"])
     yield f"Times are a {ESTIMATE}; {spread_words()}. Memory is what the compiled program takes."
+
+
+def _kernel(kernel: Record) -> str:
+    """A Mosaic kernel by its schedule."""
+    grid = f" over {' x '.join(map(str, kernel['grid']))}" if kernel["grid"] else ""
+    copies = "unknown" if kernel["dma_ms"] is None else duration(kernel["dma_ms"])
+    schedule = duration(kernel["schedule_ms"])
+    return (
+        f"kernel {kernel['name']}{grid}, {kernel['runs']:g} runs: schedule {schedule}, copies {copies}, "
+        f"{kernel['mxu_use']:.1%} of the MXU's slots, {size(kernel['vmem_bytes'])} of VMEM, {kernel['spills']} spills"
+    )
 
 
 def _solved(record: Record, baseline: Record | None) -> str:
     case, plan = record["case"], record["plan"]
     if not case["tokens"]:
         return f"not even the smallest size fits ({plan['reason']})"
-    at_least = "at least " if case["tokens"] >= case["most"] else ""
-    line = f"{at_least}{case['tokens']:,} tokens a chip fit ({size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
+    line = f"{'at least ' if _open_ended(case) else ''}{case['tokens']:,} tokens a device fit"
+    line += f" ({size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}"
     line += f", {size(plan['reserve_bytes'])} kept for the rest)" if plan["reserve_bytes"] else ")"
     if baseline is None or baseline is record:
         return line
     if not baseline["case"]["tokens"]:
         return f"{line}; {baseline['implementation']} fits no tokens"
-    return (
-        f"{line}: {at_least}{factor(case['tokens'] / baseline['case']['tokens'])} those of {baseline['implementation']}"
-    )
+    if _open_ended(baseline["case"]):
+        return f"{line}; {baseline['implementation']} fits as many as were tried too"
+    more = "at least " if _open_ended(case) else ""
+    ratio = factor(case["tokens"] / baseline["case"]["tokens"])
+    return f"{line}: {more}{ratio} those of {baseline['implementation']}"
+
+
+def _open_ended(case: Record) -> bool:
+    """Whether the largest size that was tried fits."""
+    return case["tokens"] >= case["most"]

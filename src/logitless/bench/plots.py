@@ -155,7 +155,7 @@ def plot_plans(records: Sequence[Record], path: Path) -> None:
     panels = figure.subplots(len(groups), 2, squeeze=False)
     for row, (title, group) in zip(panels, groups.items(), strict=True):
         room = (
-            ("tokens a chip that fit", lambda r: r["case"]["tokens"], "{:,.0f}".format)
+            ("tokens a device that fit", lambda r: r["case"]["tokens"], "{:,.0f}".format)
             if group[0]["case"]["solve"] is not None
             else ("temporary memory (bytes), exact", lambda r: r["plan"]["temp_bytes"], size)
         )

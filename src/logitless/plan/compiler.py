@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from logitless.plan.chips import Topology
 from logitless.plan.program import Program
 
 CHILD = Path(__file__).with_name("compile_child.py")
 WAIT_AFTER_KILL_S = 10.0
+OUT_OF_HBM = "out of HBM"
 
 # What keeps libtpu quiet and out of the way on a machine without a TPU; the last one lets two of them run at once.
 _ENVIRONMENT = {
@@ -31,7 +34,7 @@ _ENVIRONMENT = {
 }
 _NEEDED = {
     "tpu": ("jax", "jaxlib", "libtpu", "flatbuffers"),
-    "cuda": ("jax", "jaxlib", "jax-cuda13-plugin", "flatbuffers"),
+    "cuda": ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flatbuffers"),
 }
 _INSTALL = {
     "tpu": "pip install 'logitless[tpu]'",
@@ -39,6 +42,8 @@ _INSTALL = {
 }
 
 
+# The caller's own flags would change what is compiled, or write where nothing of ours should be.
+_NOT_HANDED_ON = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_DUMP_IR_TO", "JAX_ENABLE_X64")
 _VERSIONS = """
 import json, sys
 from importlib import metadata
@@ -56,7 +61,7 @@ class Compiled:
     """What the compiler says of a program.
 
     Attributes:
-        sizes: bytes on one device: `temp`, `argument`, `output`, `alias`, `generated_code`.
+        sizes: bytes on one device: `temp`, `argument`, `output`, `alias`.
         seconds: that it took.
         hlo: the compiled program as text.
         schedules: the folder of the kernels' schedules, there until the context of `compiled` ends; None without any.
@@ -121,17 +126,17 @@ def compiled(
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         schedules = folder / "schedules" if program.has_kernels else None
-        answer = _ask(folder, _environment(where.chip.platform, schedules), timeout_s, python)
+        answer = _ask(folder, _environment(where.chip.platform, folder, schedules), timeout_s, python)
         if "error" in answer:
-            raise _failure(answer["error"])
+            raise _failure(answer["error"], answer["while"])
         hlo = (folder / "program.hlo").read_text(encoding="utf-8")
         yield Compiled(answer["sizes"], answer["seconds"], hlo, schedules)
 
 
-def _environment(platform: str, schedules: Path | None) -> dict[str, str]:
+def _environment(platform: str, folder: Path, schedules: Path | None) -> dict[str, str]:
     environment = os.environ | _ENVIRONMENT[platform] | {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
-    # The caller's own flags for a TPU or for XLA would change what is compiled.
-    environment = {name: value for name, value in environment.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    environment = {name: value for name, value in environment.items() if name not in _NOT_HANDED_ON}
+    environment |= {"JAX_ENABLE_X64": str(jax.config.read("jax_enable_x64")), "TPU_LOG_DIR": str(folder / "logs")}
     if schedules is not None:
         schedules.mkdir()
         environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={schedules} --xla_jf_dump_llo_text=true"
@@ -141,26 +146,24 @@ def _environment(platform: str, schedules: Path | None) -> dict[str, str]:
 def _ask(folder: Path, environment: dict[str, str], timeout_s: float, python: str) -> dict[str, Any]:
     """Runs the child to its end; it never outlives this call, nor this process."""
     with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as stderr:
-        child = subprocess.Popen(
-            [python, str(CHILD), str(folder / "request.json")],
-            # Held open: the child ends when it is closed, however this process ends.
-            stdin=subprocess.PIPE,
-            stdout=stderr,
-            stderr=stderr,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
+        child = None
         try:
+            child = subprocess.Popen(
+                [python, str(CHILD), str(folder / "request.json")],
+                # Held open: the child ends when it is closed, however this process ends.
+                stdin=subprocess.PIPE,
+                stdout=stderr,
+                stderr=stderr,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
             code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise CompileFailed(f"not compiled within {timeout_s:g} s (timeout_s)") from None
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait(WAIT_AFTER_KILL_S)
-            assert child.stdin is not None
-            child.stdin.close()
+            if child is not None:
+                _end(child)
         result = folder / "result.json"
         if result.exists():
             return json.loads(result.read_text(encoding="utf-8"))
@@ -174,10 +177,26 @@ def _ask(folder: Path, environment: dict[str, str], timeout_s: float, python: st
         raise CompileFailed(f"the compiler died, {how}" + (f": {lines[-1][:300]}" if lines else ""))
 
 
-def _failure(message: str) -> CompileFailed:
+def _end(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait(WAIT_AFTER_KILL_S)
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+_HBM_MESSAGES = (
+    re.compile(r"total memory required for HLO temporaries \(([\d.]+)([KMG])\) exceeds available HBM"),
+    re.compile(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMG]) of"),
+)
+
+
+def _failure(message: str, during: str) -> CompileFailed:
     """The compiler's message in a line, and the bytes that it wants where it lacks them."""
-    hbm = re.search(r"total memory required for HLO temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message)
-    if hbm:
-        needed = int(float(hbm[1]) * 1024 ** ("KMG".index(hbm[2]) + 1))
-        return CompileFailed("out of HBM", needed, lasting=True)
-    return CompileFailed(" ".join(message.split())[:400], lasting=True)
+    for pattern in _HBM_MESSAGES:
+        if hbm := pattern.search(message):
+            needed = int(float(hbm[1]) * 1024 ** ("KMG".index(hbm[2]) + 1))
+            return CompileFailed(OUT_OF_HBM, needed, lasting=True)
+    # What else may go wrong, such as a full disk, may go right the next time.
+    lasting = during == "compile" and "RESOURCE_EXHAUSTED" in message
+    return CompileFailed(" ".join(message.split())[:400], lasting=lasting)

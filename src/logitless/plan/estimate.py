@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
+
 from logitless.plan.hlo import Instruction, Module, item_bytes
 from logitless.plan.loops import Place, trip_count, value_of
 from logitless.plan.program import MOSAIC
@@ -79,7 +81,8 @@ def _of_computation(module: Module, place: Place) -> Estimate:
             _add_loop(module, x, place, total)
         elif x.op == "conditional":
             branches = [_of_computation(module, Place(module.computations[name], (x, place))) for name in x.branches]
-            total.add(max(branches, key=lambda branch: (branch.cycles, branch.flops)))
+            # A kernel has cycles of its own, which stand elsewhere.
+            total.add(max(branches, key=lambda branch: (bool(branch.kernels), branch.cycles, branch.flops)))
             total.unknown.append(f"conditional {x.name} ({_where(x)}): its longest branch is counted")
         elif x.op in ("fusion", "call", "async-start"):
             called = Place(module.callee(x, "to_apply" if x.op == "call" else "calls"), (x, place))
@@ -93,7 +96,7 @@ def _of_computation(module: Module, place: Place) -> Estimate:
         elif x.op == "custom-call" and f'custom_call_target="{MOSAIC}"' in x.rest:
             total.kernels[x.name] = KernelCall(1.0, _dynamic_steps(module, x, place))
         elif x.op.removesuffix("-start") in _COLLECTIVES:
-            total.collective_bytes += x.bytes if not x.op.endswith("-start") else _result_bytes(x)
+            total.collective_bytes += _collective_bytes(x)
     return total
 
 
@@ -125,23 +128,41 @@ def _dynamic_steps(module: Module, kernel: Instruction, place: Place) -> tuple[i
 
 
 def _flops(x: Instruction, place: Place) -> float:
-    """Of a product, which XLA for TPU writes as a convolution."""
-    left = place[x.operands[0]].shapes[0][1]
-    result = prod(x.shapes[0][1])
+    """Of a product, which XLA for TPU writes as a convolution: a batch is then a window of which one tap meets data."""
+    left, right = (place[name].shapes[0][1] for name in x.operands[:2])
+    out = x.shapes[0][1]
     if x.op == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", x.rest)
         places = [int(i) for i in contracted[1].split(",") if i] if contracted else []
-        return 2.0 * result * prod(left[i] for i in places)
-    labels = x.attribute("dim_labels") or "bf_io->bf"
-    window = re.search(r"window=\{size=([\dx]+)", x.rest)
-    taps = prod(int(n) for n in window[1].split("x")) if window else 1
-    return 2.0 * result * left[labels.split("_")[0].index("f")] * taps
+        return 2.0 * prod(out) * prod(left[i] for i in places)
+    of_left, of_right, of_out = re.split("_|->", x.attribute("dim_labels") or "bf_io->bf")
+    flops = 2.0 * prod(out) * right[of_right.index("i")]
+    for axis in range(len(of_left) - 2):
+        steps = out[of_out.index(str(axis))]
+        flops *= _taps(x.rest, axis, left[of_left.index(str(axis))], steps) / steps
+    return flops
 
 
-def _result_bytes(x: Instruction) -> float:
-    """The last array of an asynchronous start is what it brings."""
+def _taps(text: str, axis: int, size: int, steps: int) -> int:
+    """How many taps of a window meet data along an axis of `size`, over all of its steps."""
+    window = re.search(r"window=\{([^}]*)\}", text)
+    given = dict(part.split("=") for part in window[1].split()) if window else {}
+    read = {key: value.split("x")[axis] for key, value in given.items()}
+    width, stride = int(read.get("size", 1)), int(read.get("stride", 1))
+    left_dilation, right_dilation = int(read.get("lhs_dilate", 1)), int(read.get("rhs_dilate", 1))
+    before = int(read.get("pad", "0_0").split("_")[0])
+    places = np.arange(steps)[:, None] * stride + np.arange(width) * right_dilation - before
+    meets = (places % left_dilation == 0) & (places >= 0) & (places < size * left_dilation)
+    return int(meets.sum())
+
+
+def _collective_bytes(x: Instruction) -> float:
+    """Of what a collective brings; the start of most asynchronous ones names what it takes first."""
+    if not x.op.endswith("-start") or x.op == "all-reduce-start":
+        return x.bytes
     arrays = [(dtype, dims) for dtype, dims in x.shapes if dims]
-    return item_bytes(arrays[-1][0]) * prod(arrays[-1][1]) if arrays else 0.0
+    brought = arrays[len(arrays) // 2 :]
+    return sum((item_bytes(dtype) * prod(dims) for dtype, dims in brought), 0.0)
 
 
 def _where(x: Instruction) -> str:

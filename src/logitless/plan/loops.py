@@ -7,6 +7,8 @@ from logitless.plan.hlo import Computation, Instruction, Module
 
 # What hands a scalar on as it is.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "broadcast")
+# What runs a computation whose parameters are its own operands, in their order.
+_HANDS_ON = ("fusion", "call", "async-start")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _argument(module: Module, place: Place, parameter: Instruction) -> Value | N
     """A parameter of a fusion or call: what it was given."""
     assert place.caller is not None
     caller, outside = place.caller
-    if caller.op == "while":
+    if caller.op not in _HANDS_ON:
         return None
     return value_of(module, outside, caller.operands[int(parameter.literal)])
 
@@ -155,7 +157,7 @@ def _carried(module: Module, place: Place, name: str) -> int | None:
         if source.op == "while" and _keeps(module, source, index):
             start = place[source.operands[0]]
             return _carried(module, place, start.operands[index]) if start.op == "tuple" else None
-    if x.op == "parameter" and place.caller is not None and place.caller[0].op != "while":
+    if x.op == "parameter" and place.caller is not None and place.caller[0].op in _HANDS_ON:
         caller, outside = place.caller
         return _carried(module, outside, caller.operands[int(x.literal)])
     return None

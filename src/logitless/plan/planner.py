@@ -13,14 +13,15 @@ from typing import Any
 from logitless._files import cache_dir, replace_file
 from logitless.plan.calibration import expected_program_ms
 from logitless.plan.chips import Chip, Topology, topology
-from logitless.plan.compiler import Compiled, CompileFailed, compiled, versions
+from logitless.plan.compiler import OUT_OF_HBM, Compiled, CompileFailed, compiled, versions
 from logitless.plan.estimate import KernelCall, estimate
 from logitless.plan.hlo import parse
-from logitless.plan.program import Program, export_program
+from logitless.plan.program import LoweringFailed, Program, export_program
 from logitless.plan.report import KernelPlan, ProgramPlan
-from logitless.plan.schedule import read_kernel
+from logitless.plan.schedule import ScheduleError, read_kernel
 
 TIMEOUT_S = 600.0
+STOPPED = "stopped at size"
 FIRST_SHARE = 128
 """The first size that is tried: this share of the largest."""
 
@@ -33,7 +34,7 @@ def plan_function(
     args: Sequence[Any],
     where: str = "v6e",
     *,
-    donate_argnums: Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
     reserve_bytes: int = 0,
     timeout_s: float = TIMEOUT_S,
     python: str | None = None,
@@ -71,11 +72,14 @@ def plan_function(
         67108864
 
     Reference: https://docs.jax.dev/en/latest/aot.html (ahead-of-time compilation). Departures: the compiler runs in a
-    process of its own, so that this one never loads it.
+    process of its own. JAX itself loads an installed libtpu into this process unless JAX_PLATFORMS=cpu is set.
     """
     place = topology(where)
     found = versions(place.chip.platform, python or sys.executable)
-    program = export_program(fn, args, place, donate_argnums)
+    try:
+        program = export_program(fn, args, place, donate_argnums)
+    except LoweringFailed as error:
+        return ProgramPlan(str(place), False, str(error), place.chip.hbm_bytes, reserve_bytes)
     entry = cache_dir() / "plan" / f"{_key(program, place, found)}.json"
     plan = _read(entry) if use_cache else None
     if plan is None:
@@ -106,7 +110,8 @@ def largest(
         **options: as `plan_function` takes them.
 
     Returns:
-        The size and its plan; 0 and the plan of the smallest size where that does not fit.
+        The size and its plan; 0 and the plan of the smallest size where that does not fit. Where a size is refused for
+        another reason than HBM the search ends there, and the last of the plan's notes says so.
 
     Raises:
         ValueError: as `plan_function`; a step that is not above 0, or above `most`.
@@ -134,6 +139,9 @@ def largest(
         fn, args = make(units * step)
         plans[units] = plan_function(fn, args, where, **options)
         tell(units * step, plans[units])
+        if (refused := plans[units]).reason is not None and OUT_OF_HBM not in refused.reason:
+            note = f"{STOPPED} {units * step:,}: {refused.reason}"
+            return low * step, dataclasses.replace(plans[low or units], notes=(*plans[low or units].notes, note))
         low, high = (units, high) if plans[units].fits else (low, units)
         # A guess that leaves more than half is followed by a halving.
         guess_next = not guess_next or 2 * (high - low) <= width
@@ -182,7 +190,13 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
     if chip.clock_hz is None:
         return plan
     sums = estimate(parse(result.hlo))
-    kernels = tuple(_kernel(name, call, result, chip) for name, call in sums.kernels.items())
+    notes = (*sums.bounded, *sums.unknown)
+    try:
+        kernels = tuple(_kernel(name, call, result, chip) for name, call in sums.kernels.items())
+    except ScheduleError as error:
+        # The bytes are exact all the same.
+        return dataclasses.replace(plan, notes=(*notes, f"no time: a schedule that cannot be read ({error})"))
+    notes += tuple(f"kernel {kernel.name}: {words}" for kernel in kernels for words in kernel.unknown)
     return dataclasses.replace(
         plan,
         xla_ms=sums.cycles / chip.clock_hz * 1e3,
@@ -191,23 +205,21 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
         kernels=kernels,
         flops=sums.flops,
         collective_bytes=sums.collective_bytes,
-        notes=(*sums.bounded, *sums.unknown),
+        notes=notes,
     )
 
 
 def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip) -> KernelPlan:
     """A kernel by its schedule, all of its runs together."""
     assert result.schedules is not None and chip.clock_hz is not None
-    steps = tuple(1 if n is None else n for n in call.steps)
-    schedule = read_kernel(result.schedules, name, steps=steps, granule_bytes=chip.granule_bytes)
+    schedule = read_kernel(result.schedules, name, steps=call.steps, granule_bytes=chip.granule_bytes)
     unknown = [
         f"{'loop' if region.is_loop else 'region'} of {region.end - region.start} bundles under "
         f"{region.condition or 'a condition'}: of unknown frequency, counted {'once' if region.is_loop else 'in full'}"
         for region in schedule.undecided
     ]
-    unknown += [
-        f"dynamic axis {i} of its grid: of unknown length, counted once" for i, n in enumerate(call.steps) if n is None
-    ]
+    if schedule.unknown_axes:
+        unknown.append(f"{schedule.unknown_axes} axes of its grid: of unknown length, counted once")
     moved = (schedule.hbm_read_bytes, schedule.hbm_write_bytes)
     dma_ms = None if None in moved else sum(n or 0 for n in moved) / chip.hbm_bytes_per_s * 1e3 * call.runs
     return KernelPlan(
@@ -240,7 +252,7 @@ def _with_reserve(plan: ProgramPlan, reserve_bytes: int) -> ProgramPlan:
     """Whether the plan fits beside `reserve_bytes`, and why not."""
     total, reason = plan.total_bytes, plan.reason
     if reason is None and total is not None and total + reserve_bytes > plan.hbm_bytes:
-        reason = "out of HBM" if total > plan.hbm_bytes else "out of HBM beside the reserve"
+        reason = OUT_OF_HBM if total > plan.hbm_bytes else f"{OUT_OF_HBM} beside the reserve"
     return dataclasses.replace(plan, fits=reason is None, reason=reason, reserve_bytes=reserve_bytes)
 
 
@@ -265,16 +277,18 @@ def _source() -> str:
 
 def _read(entry: Path) -> ProgramPlan | None:
     """The plan that an entry of the cache holds, None where there is none; a corrupt one is dropped with a warning."""
-    if not entry.exists():
-        return None
     try:
         fields = json.loads(entry.read_text(encoding="utf-8"))
         kernels = tuple(
             KernelPlan(**kernel | {key: tuple(kernel[key]) for key in ("grid", "unknown")})
             for kernel in fields["kernels"]
         )
-        return ProgramPlan(**fields | {"kernels": kernels, "notes": tuple(fields["notes"]), "compile_s": 0.0})
+        return ProgramPlan(
+            **fields | {"kernels": kernels, "notes": tuple(fields["notes"]), "compile_s": 0.0, "cached": True}
+        )
+    except FileNotFoundError:
+        return None
     except (ValueError, TypeError, KeyError):
         warnings.warn(f"plan: dropped a corrupt entry of the cache, {entry.name}; planning it anew", stacklevel=3)
-        entry.unlink()
+        entry.unlink(missing_ok=True)
         return None

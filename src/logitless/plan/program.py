@@ -1,6 +1,6 @@
 """A function and the shapes of its arguments as a program that another process can compile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,52 +20,79 @@ class Program:
 
     Attributes:
         content: what `jax.export` writes.
-        mesh: names and sizes of the axes, None for one device.
+        mesh: name, size and type of each axis, None for one device.
         donated: places of the flat arguments that the program may overwrite.
         has_kernels: whether it calls Mosaic kernels, whose schedules the compiler then writes out.
     """
 
     content: bytes
-    mesh: tuple[tuple[str, int], ...] | None
+    mesh: tuple[tuple[str, int, str], ...] | None
     donated: tuple[int, ...]
     has_kernels: bool
 
 
+class LoweringFailed(Exception):
+    """JAX cannot lower a function for a chip: `str(error)` says why in a line."""
+
+
 def export_program(
-    fn: Callable[..., Any], args: Sequence[Any], where: Topology, donate_argnums: Sequence[int] = ()
+    fn: Callable[..., Any], args: Sequence[Any], where: Topology, donate_argnums: int | Sequence[int] = ()
 ) -> Program:
     """Traces and lowers `fn` for a chip that is not here; nothing is run or compiled.
 
     Raises:
-        ValueError: a mesh among the arguments that has not as many devices as the topology.
+        ValueError: a mesh among the arguments that has not as many devices as the topology; a donated argument that is
+            not there. Whatever `fn` raises when it is traced.
+        LoweringFailed: the chip has no such operation, or a kernel no such form.
     """
     args = tuple(jax.tree.map(_abstract, tuple(args)))
-    meshes = {x.sharding.mesh for x in jax.tree.leaves(args) if isinstance(x.sharding, NamedSharding)}
-    mesh = _one_mesh(meshes, where)
+    leaves, tree = jax.tree.flatten(args)
+    mesh = _one_mesh({x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}, where)
+    donated = _flat_places(args, donate_argnums)
     device = AbstractDevice(
         device_kind=where.chip.device_kind, num_cores=where.chip.cores, platform=where.chip.platform
     )
+
+    # Flat on both sides: a tree of the caller's own classes could not be written to a file.
+    @jax.jit
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
+
     # Without axes, so that it stands in the way of no mesh of the function's own.
     here = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     with here, tracing_for(where.chip.platform):
-        exported = jax.export.export(jax.jit(fn), platforms=[where.chip.platform])(*args)
+        flat.trace(*leaves)
+        try:
+            exported = jax.export.export(flat, platforms=[where.chip.platform])(*leaves)
+        except (ValueError, NotImplementedError) as error:
+            raise LoweringFailed(f"not lowered for {where.chip.name}: {' '.join(str(error).split())[:400]}") from error
     return Program(
         content=bytes(exported.serialize()),
-        mesh=None if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
-        donated=_flat_places(args, donate_argnums),
+        mesh=None if mesh is None else tuple(_axes(mesh)),
+        donated=donated,
         has_kernels=MOSAIC in exported.mlir_module(),
     )
+
+
+def _axes(mesh: Any) -> Iterator[tuple[str, int, str]]:
+    for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True):
+        yield name, size, kind.name
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     sharding = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else None)
+    # A Python number stays one: it gives way to the dtype that it meets.
+    return jax.ShapeDtypeStruct(
+        x.shape,
+        x.dtype,
+        sharding=sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None,
+        weak_type=getattr(x, "weak_type", False),
+    )
 
 
 def _one_mesh(meshes: set[Any], where: Topology) -> Any:
     """The mesh of the arguments, None where they have none."""
-    meshes = {mesh for mesh in meshes if not mesh.empty}
     if len({(mesh.axis_names, mesh.axis_sizes) for mesh in meshes}) > 1:
         raise ValueError(f"plan: arguments over {len(meshes)} different meshes; give all of them one")
     if not meshes:
@@ -84,11 +111,15 @@ def _one_mesh(meshes: set[Any], where: Topology) -> Any:
     return mesh
 
 
-def _flat_places(args: tuple[Any, ...], argnums: Sequence[int]) -> tuple[int, ...]:
-    """The flat places of the arguments `argnums`."""
+def _flat_places(args: tuple[Any, ...], argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """The flat places of the arguments `argnums`, which count from the end where they are negative."""
+    argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if wrong := [i for i in argnums if not -len(args) <= i < len(args)]:
+        raise ValueError(f"plan: donate_argnums names argument {wrong[0]}; there are {len(args)}")
+    wanted = {i % len(args) for i in argnums}
     places, start = [], 0
     for i, argument in enumerate(args):
         count = len(jax.tree.leaves(argument))
-        places += range(start, start + count) if i in argnums else ()
+        places += range(start, start + count) if i in wanted else ()
         start += count
     return tuple(places)

@@ -19,7 +19,7 @@ class KernelPlan:
         schedule_ms: bundles weighted by how often their region runs, over the clock; all runs.
         dma_ms: bytes that it moves from and to HBM, over the bandwidth; all runs. None where they cannot be told.
         mxu_use: share of the slots of the matrix units that are used.
-        spills: spilled registers.
+        spills: registers spilled and read again, over all steps.
         vmem_bytes: that it takes.
         unknown: regions of which nothing tells how often they run, counted in full.
     """
@@ -62,7 +62,8 @@ class ProgramPlan:
         mxu_use: products over `expected_ms`, as a share of the bfloat16 peak.
         flops: of the products, kernels left out.
         collective_bytes: results of collectives.
-        compile_s: seconds that the compiler took; 0 where the answer came from the cache.
+        compile_s: seconds that the compiler took; 0 where it took none.
+        cached: whether the answer came from the cache.
         notes: what was assumed, such as the bound of a loop.
     """
 
@@ -85,6 +86,7 @@ class ProgramPlan:
     flops: float | Any = None
     collective_bytes: float | Any = None
     compile_s: float = 0.0
+    cached: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def record(self) -> dict[str, Any]:

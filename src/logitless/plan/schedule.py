@@ -31,6 +31,8 @@ class KernelSchedule:
 
     name: str
     grid: tuple[int, ...]
+    unknown_axes: int
+    """Dynamic axes of the grid whose length nobody knew: counted as one step."""
     cycles: int
     """Bundles, waiting ones included, each as often as it runs."""
     bundles: int
@@ -61,7 +63,7 @@ def read_kernel(
     name: str,
     grid: tuple[int, ...] | None = None,
     *,
-    steps: tuple[int, ...] = (),
+    steps: tuple[int | None, ...] = (),
     granule_bytes: int = 32,
 ) -> KernelSchedule:
     """Reads the schedule of one kernel.
@@ -74,7 +76,8 @@ def read_kernel(
         name: the kernel's instruction, as `kernel.1`; without a number the only one of that name.
         grid: its grid, to be checked against the dump; a dynamic axis as the number of steps to count. None where only
             the dump knows it.
-        steps: without a grid, the numbers of steps to count of its dynamic axes.
+        steps: without a grid, the numbers of steps to count of its dynamic axes, None for one that is not known; more
+            than it has are left out.
         granule_bytes: what the chip counts copies in: 32 bytes on v5e, v5p, v6e and 7x, 512 on v4.
 
     Raises:
@@ -88,8 +91,13 @@ def read_kernel(
     if rows != program.bundles:
         raise ScheduleError(f"{instruction} has {program.bundles} bundles, but {rows} rows of used slots")
     if grid is None:
-        ran = scalar_unit.run(program, dict(zip(program.scalar_arguments, steps, strict=False)))
-        grid = _grid_of(program, steps)
+        bounds = next(iter(program.iteration_bounds), ()) if len(program.iteration_bounds) == 1 else ()
+        # Other scalars may follow those of the grid.
+        steps = steps[: bounds.count(DYNAMIC_BOUND)]
+        counted = tuple(1 if n is None else n for n in steps)
+        ran = scalar_unit.run(program, dict(zip(program.scalar_arguments, counted, strict=False)))
+        rest = iter(counted)
+        grid = tuple(next(rest, 1) if bound == DYNAMIC_BOUND else bound for bound in bounds)
     else:
         ran = scalar_unit.run(program, _dynamic_axes(program, instruction, grid))
     undecided = _settle_exclusive(ran)
@@ -102,6 +110,7 @@ def read_kernel(
     return KernelSchedule(
         name=instruction,
         grid=grid,
+        unknown_axes=sum(n is None for n in steps),
         cycles=cycles,
         bundles=program.bundles,
         slot_use=slot_use,
@@ -121,15 +130,6 @@ def _instruction(dump: Path, name: str) -> str:
     if len(found) != 1:
         raise ScheduleError(f"{len(found)} instructions in {dump} are named {name}; those there: {', '.join(names)}")
     return found[0]
-
-
-def _grid_of(program: Program, steps: tuple[int, ...]) -> tuple[int, ...]:
-    """The grid that the dump names, its dynamic axes filled in; empty where it names none, or several."""
-    if len(program.iteration_bounds) != 1:
-        return ()
-    (bounds,) = program.iteration_bounds
-    dynamic = iter(steps)
-    return tuple(next(dynamic, 1) if bound == DYNAMIC_BOUND else bound for bound in bounds)
 
 
 def _dynamic_axes(program: Program, instruction: str, grid: tuple[int, ...]) -> dict[str, int]:
