@@ -7,7 +7,7 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,8 @@ def test_devices_of_a_mesh_are_planned_one_by_one_and_collectives_counted():
 class Parameters(NamedTuple):
     """A tree of the caller's own."""
 
-    w: jax.Array
-    unused: jax.Array
+    w: Any
+    unused: Any
 
 
 @libtpu
@@ -145,7 +145,8 @@ def test_a_mesh_over_every_chip_and_of_every_axis_type(where, kind):
     mesh = AbstractMesh((2, devices // 2), ("a", "b"), axis_types=(kind, kind))
     x = shape(64, 128, sharding=NamedSharding(mesh, P(("a", "b"))))
     plan = plan_function(lambda x: jnp.tanh(x) * 2, (x,), where)
-    assert plan.fits and plan.argument_bytes == 64 // devices * 128 * 4 or plan.argument_bytes == 8 * 128 * 4
+    # Rows are padded to the eight of a tile.
+    assert plan.fits and plan.argument_bytes == max(8, 64 // devices) * 128 * 4
 
 
 @libtpu

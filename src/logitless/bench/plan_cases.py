@@ -37,8 +37,8 @@ class PlanConfig:
         hidden_size: D.
         vocab_size: V.
         layout: of the head: `VD` or `DV`; unless given that of the model, `VD` where it is tied.
-        tokens: N on each device, in `sequences` sequences; not read with `solve: tokens`. `v4` and `7x` have two devices
-            a chip.
+        tokens: N on each device, in `sequences` sequences; not read with `solve: tokens`. A `v4` and a `7x` have two
+            devices each.
         sequences: B on each device; divides every N. With `solve` it is what is solved for.
         dtype: of hidden states and head.
         loss: `grpo` or `cross_entropy`.
