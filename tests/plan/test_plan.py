@@ -211,7 +211,8 @@ def test_answers_are_kept_and_a_corrupt_one_is_made_anew(own_cache, monkeypatch)
     monkeypatch.setattr(planner, "compiled", lambda *args, **kwargs: pytest.fail("compiled again"))
     kept = plan(reserve_bytes=5)
     assert kept.compile_s == 0 and kept.reserve_bytes == 5
-    assert kept.record() | {"compile_s": first.compile_s, "reserve_bytes": 0} == first.record()
+    assert kept.cached and not first.cached
+    assert kept.record() | {"compile_s": first.compile_s, "reserve_bytes": 0, "cached": False} == first.record()
     monkeypatch.setattr(planner, "compiled", compiled)
     for content in ("{", "[]", '{"topology": "v6e"}'):
         entry.write_text(content)

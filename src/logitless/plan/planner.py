@@ -258,7 +258,7 @@ def _with_reserve(plan: ProgramPlan, reserve_bytes: int) -> ProgramPlan:
 
 def _key(program: Program, place: Topology, found: dict[str, str]) -> str:
     parts = (
-        hashlib.sha256(program.content).hexdigest(),
+        program.identity,
         program.mesh,
         program.donated,
         dataclasses.asdict(place),

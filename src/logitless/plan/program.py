@@ -1,5 +1,7 @@
 """A function and the shapes of its arguments as a program that another process can compile."""
 
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +22,14 @@ class Program:
 
     Attributes:
         content: what `jax.export` writes.
+        identity: a hash of it without the source lines that it comes from, those inside Pallas kernels aside.
         mesh: name, size and type of each axis, None for one device.
         donated: places of the flat arguments that the program may overwrite.
         has_kernels: whether it calls Mosaic kernels, whose schedules the compiler then writes out.
     """
 
     content: bytes
+    identity: str
     mesh: tuple[tuple[str, int, str], ...] | None
     donated: tuple[int, ...]
     has_kernels: bool
@@ -66,12 +70,23 @@ def export_program(
             exported = jax.export.export(flat, platforms=[where.chip.platform])(*leaves)
         except (ValueError, NotImplementedError) as error:
             raise LoweringFailed(f"not lowered for {where.chip.name}: {' '.join(str(error).split())[:400]}") from error
+    text = exported.mlir_module()
     return Program(
         content=bytes(exported.serialize()),
+        identity=_identity(text, exported),
         mesh=None if mesh is None else tuple(_axes(mesh)),
         donated=donated,
-        has_kernels=MOSAIC in exported.mlir_module(),
+        has_kernels=MOSAIC in text,
     )
+
+
+_SOURCE_LINES = re.compile(r'^#loc.*$|\s*\bloc\((?:#\w+|"[^"]*"|unknown)\)', re.MULTILINE)
+
+
+def _identity(text: str, exported: jax.export.Exported) -> str:
+    parts = (_SOURCE_LINES.sub("", text), str(exported.in_avals), str(exported.module_kept_var_idx))
+    parts += (str(exported.in_shardings_hlo), str(exported.out_shardings_hlo))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _axes(mesh: Any) -> Iterator[tuple[str, int, str]]:
