@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from logitless._arrays import tracing_for
 from logitless.losses.linear import linear_cross_entropy, linear_policy_loss
 from logitless.losses.linear_distillation import linear_distillation_loss
 from logitless.ops.api import linear_token_loss, linear_token_stats, token_stats
@@ -105,3 +106,15 @@ def test_bytes_that_hold_no_block_are_refused():
     for sizes, needed in (({"block_bytes": 3}, 4), ({"block_n": 20, "block_v": 30, "block_bytes": 2399}, 2400)):
         with pytest.raises(ValueError, match=rf"linear_token_stats: block_sizes=.* has {needed} bytes of float32"):
             linear_token_stats(*PROBLEM[:3], layout="VD", block_sizes=sizes)
+
+
+def test_auto_is_chunked_on_a_tpu_and_one_pass_is_what_was_asked_for():
+    def shapes(implementation):
+        def loss(h, w):
+            return linear_cross_entropy(h, w, PROBLEM.targets, layout="VD", implementation=implementation)
+
+        with tracing_for("tpu"):
+            return tiles(loss, *PROBLEM[:2])
+
+    assert not any(V in shape for shape in shapes("auto"))
+    assert any(V in shape for shape in shapes("one_pass"))

@@ -341,13 +341,14 @@ def test_topologies_by_every_name():
     assert topology("v6e:16x16").devices == 256 and topology("v4:2x2x1").devices == 8
     assert str(topology("tpu7x:2x2x1")) == "7x:2x2x1" and topology("7x:2x2x1").compiler_name == "tpu7x:2x2x1"
     assert topology("v5p").compiler_name == "v5p:2x2x1"
+    assert str(topology("v6e:1x1")) == "v6e"
 
 
 @libtpu
-def test_a_topology_that_the_compiler_does_not_know_is_an_answer():
+def test_a_topology_that_the_compiler_does_not_know_is_refused():
     mesh = AbstractMesh((15,), ("data",))
-    plan = plan_function(jnp.sin, (shape(15, 8, sharding=NamedSharding(mesh, P("data"))),), "v6e:3x5")
-    assert not plan.fits and "v6e:3x5" in plan.reason
+    with pytest.raises(ValueError, match=r"the compiler knows no topology v6e:3x5; 2x2 is one"):
+        plan_function(jnp.sin, (shape(15, 8, sharding=NamedSharding(mesh, P("data"))),), "v6e:3x5")
 
 
 def made(total_bytes):

@@ -90,7 +90,12 @@ class PlanConfig:
         for name in self.implementations:
             _need(name in known, f"implementation {name!r} is unknown; known: {', '.join(known)}")
         sized = (self.hidden_size is not None, self.vocab_size is not None)
-        _need(any(sized) != bool(self.heads) and all(sized) == any(sized), "give heads, or hidden_size and vocab_size")
+        _need(not (any(sized) and self.heads), "give heads, or hidden_size and vocab_size, not both")
+        _need(all(sized) or bool(self.heads), "give heads, or hidden_size and vocab_size")
+        _need(
+            self.solve != "tokens" or self.step <= self.most,
+            f"most is {self.most} and step {self.step}; give a step that is not above most",
+        )
         for key in ("hidden_size", "vocab_size", "sequences", "step", "most", "timeout_s"):
             value = getattr(self, key)
             _need(value is None or value > 0, f"{key} is {value}; it must be above 0")

@@ -266,8 +266,8 @@ def linear_token_loss(
         logit_scale: multiplies the logits first.
         mask: `[...]`; tokens at 0 never reach the sum, whatever `token_loss` gives there.
         logits_dtype: dtype to round the raw logits to.
-        implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is `"one_pass"`, but `"chunked"` where
-            `block_bytes` hold the logits of fewer than 64 tokens.
+        implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is `"one_pass"`, but `"chunked"` on a
+            TPU and where `block_bytes` hold the logits of fewer than 64 tokens.
         sharding: None.
         block_sizes: overrides of an implementation's rule.
         precision: of the products.
@@ -466,14 +466,16 @@ def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenSta
 def _one_pass_or_chunked(name: str, implementation: str, vocab: int, count: int, options: HeadOptions) -> str:
     """What auto is; raises ValueError where one_pass is asked for within bytes that are too few for it."""
     if options.block_bytes is None:
-        return "one_pass"
+        # By the compiler's estimates for TPUs one pass is no faster there, and it takes more memory.
+        return "chunked" if options.platform == "tpu" else "one_pass"
     tokens = tokens_within(options.block_bytes, vocab, options)
     if implementation == "one_pass" and tokens < (options.block_n or 1):
         raise ValueError(
             f"{name}: block_bytes={options.block_bytes} hold the logits of {tokens} tokens over V = {vocab}; "
             f"one_pass keeps those of {options.block_n or 1} at least: give more bytes, or implementation='chunked'"
         )
-    return "one_pass" if tokens >= min(options.block_n or FEWEST_TOKENS, count) else "chunked"
+    enough = tokens >= min(options.block_n or FEWEST_TOKENS, count)
+    return "one_pass" if enough and options.platform != "tpu" else "chunked"
 
 
 def _choose(

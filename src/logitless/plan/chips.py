@@ -190,4 +190,5 @@ def topology(name: str) -> Topology:
     if chip.platform != "tpu" or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") + 1 != axes:
         needed = f"chips along {axes} axes" if chip.platform == "tpu" else "one card"
         raise ValueError(f"plan: topology={name!r}: a topology of {kind} gives {needed}, such as {example!r}")
-    return Topology(chip, tuple(int(n) for n in shape.split("x")))
+    chips = tuple(int(n) for n in shape.split("x"))
+    return Topology(chip, None if prod(chips) == 1 else chips)

@@ -112,6 +112,7 @@ def compiled(
     """Compiles a program in a child process; its files are gone when the context ends.
 
     Raises:
+        ValueError: the compiler knows no such topology.
         CompileFailed: the program does not compile for this chip, or not within the time.
     """
     with tempfile.TemporaryDirectory(prefix="logitless-plan-") as scratch:
@@ -128,6 +129,9 @@ def compiled(
         schedules = folder / "schedules" if program.has_kernels else None
         answer = _ask(folder, _environment(where.chip.platform, folder, schedules), timeout_s, python)
         if "error" in answer:
+            if answer["while"] == "topology" and "INVALID_ARGUMENT" in answer["error"]:
+                said = " ".join(answer["error"].split())[:200]
+                raise ValueError(f"plan: the compiler knows no topology {where}; {where.chip.smallest} is one ({said})")
             raise _failure(answer["error"], answer["while"])
         hlo = (folder / "program.hlo").read_text(encoding="utf-8")
         yield Compiled(answer["sizes"], answer["seconds"], hlo, schedules)

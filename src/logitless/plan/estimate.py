@@ -40,7 +40,7 @@ class Estimate:
         copy_cycles: of `cycles`, what only copies arrays or pieces of them.
         copy_bytes: read and written by that.
         kernels: the Mosaic kernels by the name of their instruction.
-        bounded: loops counted with the most that they can run.
+        bounded: loops whose end is known at run time, counted with the most that they can run.
         unknown: loops of unknown length, counted once, and conditionals of which the longest branch is counted.
     """
 
@@ -105,7 +105,7 @@ def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) 
     if trips is None:
         total.unknown.append(f"loop {loop.name} ({_where(loop)}): of unknown length, counted once")
     elif not trips.exact:
-        total.bounded.append(f"loop {loop.name} ({_where(loop)}): at most {trips.number} times, counted so often")
+        total.bounded.append(f"{_where(loop)}: at most {trips.number} times")
     times = 1.0 if trips is None else float(trips.number)
     for attribute in ("body", "condition"):
         total.add(_of_computation(module, Place(module.callee(loop, attribute), (loop, place))), times)

@@ -190,7 +190,8 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
     if chip.clock_hz is None:
         return plan
     sums = estimate(parse(result.hlo))
-    notes = (*sums.bounded, *sums.unknown)
+    bounds = "; ".join(dict.fromkeys(sums.bounded))
+    notes = (*((f"loops over what may be skipped count in full ({bounds})",) if bounds else ()), *sums.unknown)
     try:
         kernels = tuple(_kernel(name, call, result, chip) for name, call in sums.kernels.items())
     except ScheduleError as error:
