@@ -88,7 +88,7 @@ def linear_policy_loss(
     group with zero advantage) in the backward pass. Differentiable in hidden, lm_head and bias.
 
     `implementation="auto"` is `"one_pass"` (see `linear_token_loss`) where the loss is local to the token: token
-    ratios, not vespo, no rollout weight of a sequence, no entropy option; `"chunked"` elsewhere and on a TPU, which needs
+    ratios, not vespo, no rollout weight of a sequence, no entropy option; `"chunked"` elsewhere and on a TPU: it needs
     less memory and one more product.
 
     Args:
