@@ -247,6 +247,9 @@ def _children() -> list[str]:
 
 
 SLOW = """
+import signal
+# As in a terminal: what starts in the background of a shell ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import jax, jax.numpy as jnp
 from logitless.plan import plan_function
 def f(x):
