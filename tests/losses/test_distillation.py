@@ -18,6 +18,10 @@ from problems import SIZES, assert_in_budget, dynamic_loops, in_layout, peaked
 
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_kind = pytest.mark.parametrize("kind", DIVERGENCES)
+# Where each case compiles three programs: the others on request.
+jsd_and_others = pytest.mark.parametrize(
+    "kind", [kind if kind == "jsd" else pytest.param(kind, marks=pytest.mark.slow) for kind in DIVERGENCES]
+)
 LAYOUTS = [("DV", "DV"), ("VD", "VD"), ("DV", "VD"), ("VD", "DV")]
 BLOCKS = {
     "own rule": None,
@@ -144,7 +148,7 @@ def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: s
             assert_in_budget(name, *values, ulps=32 if dtype == "float32" else 8, by_row=False)
 
 
-@every_kind
+@jsd_and_others
 @pytest.mark.parametrize(
     ("dtype", "layouts", "option"),
     # Options and layouts do not depend on the dtype, whose one cast is in "plain" and "all".
@@ -158,7 +162,7 @@ def test_options_and_layouts_stay_in_budget(dtype, layouts, option, kind):
     check((37, 24, 301), dtype, layouts, kind, option, "ragged blocks")
 
 
-@every_kind
+@jsd_and_others
 @pytest.mark.parametrize(
     ("size", "blocks"),
     [*[(size, "ragged blocks") for size in SIZES], *[("nothing divides", b) for b in BLOCKS if b != "ragged blocks"]],
@@ -259,7 +263,7 @@ OUT = {
 
 
 @every
-@every_kind
+@jsd_and_others
 @pytest.mark.parametrize("out", OUT)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_columns_at_minus_infinity(x64, softcap, out, kind, implementation):
