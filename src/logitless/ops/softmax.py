@@ -214,12 +214,19 @@ def d_logits_tile(
         The gradient, in the dtype of `z`; 0 where z is -inf.
     """
     terms = jax.tree.map(lambda x: jnp.expand_dims(x, v_axis), terms)
+    return d_logits(z, _own(z, column, v_axis), terms, scalars)
+
+
+def d_logits(
+    z: Float[Array, "..."], own: Bool[Array, "..."], terms: RowTerms, scalars: LogitScalars
+) -> Float[Array, "..."]:
+    """`d_logits_tile`, elementwise: `own` marks each token's target, and the terms broadcast against `z`."""
     shifted = z - terms.maximum
     weight = terms.shared if terms.entropy is None else terms.shared - terms.entropy * shifted
     d_x = jnp.exp(shifted) * weight
     if terms.mean is not None:
         d_x += terms.mean
-    d_x = jnp.where(_own(z, column, v_axis), terms.target, d_x)
+    d_x = jnp.where(own, terms.target, d_x)
     if scalars.softcap is not None:
         capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
         d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))

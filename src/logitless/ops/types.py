@@ -56,6 +56,8 @@ class HeadOptions:
         block_d: hidden columns of a block, or None for the implementation's own rule.
         block_bytes: most bytes of float32 logits at one time, for the rule to choose the blocks by; None for its own.
         platform: that the program is for, as JAX names it: what the rules of blocks go by.
+        device_kind: of that platform, as JAX names it.
+        interpret: how to simulate a TPU kernel in place of compiling it; None compiles.
     """
 
     layout: Layout = "DV"
@@ -67,6 +69,8 @@ class HeadOptions:
     block_d: int | None = None
     block_bytes: int | None = None
     platform: str = "cpu"
+    device_kind: str = "cpu"
+    interpret: Any = None
 
 
 BLOCK_SIZES = ("block_n", "block_v", "block_d", "block_bytes")
