@@ -94,11 +94,13 @@ class TokenCut(NamedTuple):
 
 
 def cut_tokens(
-    mask: Bool[Array, " N"] | None, count: int, size: int, last: Bool[Array, " N"] | None = None
+    mask: Bool[Array, " N"] | None, count: int, size: int, last: Bool[Array, " N"] | None = None, even: int = 1
 ) -> TokenCut:
-    """Cuts `count` tokens into blocks of `size`: first those that `mask` keeps, among them those in `last` behind."""
-    size = min(size, count)
-    places = -(-count // size) * size
+    """Cuts `count` tokens into blocks of `size`, as many as `even` divides.
+
+    First stand those that `mask` keeps, among them those in `last` behind.
+    """
+    places = -(-count // (size * even)) * size * even
     if mask is None and last is None:
         order = jnp.arange(places, dtype=jnp.int32)
         return TokenCut(order, jnp.arange(count, dtype=jnp.int32), size, places // size)

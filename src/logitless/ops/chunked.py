@@ -6,35 +6,22 @@ some columns twice: they are written again with the same gradient and count once
 a padded copy of the head.
 """
 
-import functools
-from typing import NamedTuple
-
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.derivatives import Differentiated, first_only, live, values_of
-from logitless.ops.softmax import (
-    Normaliser,
-    d_logits_tile,
-    finish,
-    meet,
-    row_terms,
-    start,
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
+from logitless.ops.softmax import Normaliser, d_logits_tile, finish, meet, start
+from logitless.ops.tiles import (
+    Gradients,
+    cut_problem,
+    head_block,
+    logits_tile,
+    sweep_gradients,
+    terms_in_places,
 )
-from logitless.ops.tiles import Gradients, cut_problem, head_block, logits_tile, sweep_gradients
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
-
-
-class _Residuals(NamedTuple):
-    """The inputs as they came, and the few numbers per token that the backward pass starts from."""
-
-    inputs: tuple
-    stats: TokenStats
-    normaliser: Normaliser
-    differentiated: Differentiated
 
 
 def linear_token_stats_chunked(
@@ -50,42 +37,10 @@ def linear_token_stats_chunked(
     return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
 
 
-def _primal(hidden, lm_head, bias, targets, mask, scalars, options):
-    return _forward(hidden, lm_head, bias, targets, mask, scalars, options)[0]
-
-
-_token_stats = jax.custom_vjp(_primal, nondiff_argnums=(6,))
-
-
-# The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
-def _token_stats_fwd(hidden, lm_head, bias, targets, mask, scalars, options):
-    differentiated = Differentiated.by(hidden, lm_head, bias)
-    hidden, lm_head, bias, targets, mask, scalars = primals = values_of(
-        "linear_token_stats", (hidden, lm_head, bias, targets, mask, scalars), scalars
-    )
-    # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(hidden, lm_head, bias, targets, mask, scalars, options, also=("logprobs",))
-    asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, _Residuals(primals, stats, normaliser, differentiated)
-
-
-def _token_stats_bwd(options, residuals, cotangents):
-    return *_backward(residuals, live(cotangents), options), None, None, None
-
-
-_token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
-
-
 def _forward(
-    hidden: Float[Array, "N D"],
-    lm_head: Float[Array, "..."],
-    bias: Float[Array, " V"] | None,
-    targets: Int[Array, " N"],
-    mask: Bool[Array, " N"] | None,
-    scalars: LogitScalars,
-    options: HeadOptions,
-    also: tuple[str, ...] = (),
-) -> tuple[TokenStats, Normaliser]:
+    inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
+) -> tuple[TokenStats, Normaliser, None]:
+    hidden, lm_head, bias, targets, mask, scalars = inputs
     tokens, vocab = cut_problem(hidden, lm_head, mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
@@ -104,26 +59,19 @@ def _forward(
 
         return lax.fori_loop(0, tokens.blocks, token_step, running)
 
-    running = start(targets.shape[0], dtype, options.outputs)
+    running = start(targets.shape[0], dtype, outputs)
     running = lax.fori_loop(0, vocab.blocks, vocab_step, running)
-    results = finish(running, targets < vocab.vocab, vocab.vocab, (*options.outputs, *also))
-    return jax.tree.map(tokens.scatter, results)
+    results = finish(running, targets < vocab.vocab, vocab.vocab, outputs)
+    return *jax.tree.map(tokens.scatter, results), None
 
 
-@first_only("linear_token_stats")
-def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) -> Gradients:
-    (hidden, lm_head, bias, targets, mask, scalars), stats, normaliser, wanted = residuals
-    flowing = [d != 0 for d in d_stats if d is not None]
-    if not flowing:
-        return Gradients(None, None, None)
-    active = functools.reduce(jnp.logical_or, flowing)
-    tokens, vocab = cut_problem(hidden, lm_head, active if mask is None else active & mask, options)
+def _backward(
+    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Gradients:
+    hidden, lm_head, bias, _, _, scalars = residuals.inputs
+    tokens, vocab = cut_problem(hidden, lm_head, active, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
-    targets = tokens.gather(targets, vocab.vocab)
-    terms = row_terms(stats, normaliser, d_stats, scalars, vocab.vocab)
-    # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
-    nowhere = tokens.gather(terms.maximum, float(jnp.finfo(dtype).max))
-    terms = jax.tree.map(tokens.gather, terms)._replace(maximum=nowhere)
+    targets, terms = terms_in_places(residuals, d_stats, tokens, vocab.vocab)
     v_axis = options.layout.index("V")
 
     def open_block(columns, w, b):
@@ -134,4 +82,7 @@ def _backward(residuals: _Residuals, d_stats: TokenStats, options: HeadOptions) 
 
         return d_tile
 
-    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), wanted, options, dtype, open_block)
+    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), residuals.wanted, options, dtype, open_block)
+
+
+_token_stats = head_vjp("chunked", _forward, _backward)

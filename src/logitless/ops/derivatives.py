@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
 
-from logitless.ops.types import TokenStats
+from logitless.ops.softmax import Normaliser
+from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,3 +81,76 @@ def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable
         return once
 
     return decorate
+
+
+class HeadInputs(NamedTuple):
+    """The arrays of an implementation of `linear_token_stats`, in its order."""
+
+    hidden: Float[Array, "N D"]
+    lm_head: Float[Array, "..."]
+    bias: Float[Array, " V"] | None
+    targets: Int[Array, " N"]
+    mask: Bool[Array, " N"] | None
+    scalars: LogitScalars
+
+
+class HeadResiduals(NamedTuple):
+    """The inputs as they came, and the few numbers per token that the backward pass starts from.
+
+    Attributes:
+        inputs: of the call.
+        stats: those asked for, and the log-probabilities.
+        normaliser: of the softmax.
+        extra: whatever else the implementation's forward pass keeps, of one structure whoever is differentiated.
+        wanted: whose gradients are.
+    """
+
+    inputs: HeadInputs
+    stats: TokenStats
+    normaliser: Normaliser
+    extra: Any
+    wanted: Differentiated
+
+
+def head_vjp(
+    implementation: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., TokenStats]:
+    """An implementation of `linear_token_stats` with a derivative of its own.
+
+    Args:
+        implementation: its name.
+        forward: `(inputs, options, outputs, wanted)` to statistics, normaliser and extra residuals; `outputs` are those
+            to give, `wanted` is None where nothing is differentiated.
+        backward: `(residuals, cotangents, active tokens, options)` to the gradients of hidden states, head and bias.
+    """
+
+    def primal(hidden, lm_head, bias, targets, mask, scalars, options):
+        inputs = HeadInputs(hidden, lm_head, bias, targets, mask, scalars)
+        return forward(inputs, options, options.outputs, None)[0]
+
+    run = jax.custom_vjp(primal, nondiff_argnums=(6,))
+
+    # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+    def fwd(hidden, lm_head, bias, targets, mask, scalars, options):
+        wanted = Differentiated.by(hidden, lm_head, bias)
+        primals = (hidden, lm_head, bias, targets, mask, scalars)
+        inputs = HeadInputs(*values_of("linear_token_stats", primals, scalars, implementation))
+        # The backward pass starts from the log-probability, whatever the caller asked for.
+        outputs = tuple(dict.fromkeys((*options.outputs, "logprobs")))
+        stats, normaliser, extra = forward(inputs, options, outputs, wanted)
+        asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
+        return asked, HeadResiduals(inputs, stats, normaliser, extra, wanted)
+
+    @first_only("linear_token_stats", implementation)
+    def once(residuals, d_stats, options):
+        flowing = [d != 0 for d in d_stats if d is not None]
+        if not flowing:
+            return None, None, None
+        active, mask = functools.reduce(jnp.logical_or, flowing), residuals.inputs.mask
+        return tuple(backward(residuals, d_stats, active if mask is None else active & mask, options))
+
+    def bwd(options, residuals, cotangents):
+        return *once(residuals, live(cotangents), options), None, None, None
+
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run

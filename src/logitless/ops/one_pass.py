@@ -154,7 +154,7 @@ def _sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, To
     head = _Head(lm_head, bias, scalars, options, vocab, dtype)
     count, width = hidden.shape
     last = _seem_flat(token_loss, token_args, count, dtype)
-    tokens = cut_tokens(mask, count, _block_n(count, vocab.vocab, options), last)
+    tokens = cut_tokens(mask, count, min(_block_n(count, vocab.vocab, options), count), last)
     front, targets = tokens.gather(hidden), tokens.gather(targets, vocab.vocab)
     token_args = tuple(tokens.gather(x) if x.ndim else x for x in token_args)
     present = tokens.order < count

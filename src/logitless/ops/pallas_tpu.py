@@ -1,10 +1,12 @@
-"""The LM head on a TPU as Pallas kernels: a softmax and its gradients without logits in HBM.
+"""The LM head on a TPU as Pallas kernels: a softmax and its gradients, and no logits in HBM.
 
 Forward: tokens outside, vocabulary inside; nothing but a few numbers per token leaves. Backward: vocabulary outside,
-tokens inside; the logits are made again, and both gradients taken from them while they are in VMEM.
+tokens inside; the logits are made again, and the gradients taken from them while they are in VMEM. Where the gradient
+of the hidden states alone is wanted: tokens outside again, and nothing is read twice.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,92 +17,187 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import TokenCut, cut_tokens
-from logitless.ops.derivatives import Differentiated
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
+from logitless.ops.pallas_tpu_blocks import Blocks, blocks_of
 from logitless.ops.pallas_tpu_kernels import (
     LANES,
     RING,
     STAGED_COLUMNS,
-    SUB_COLUMNS,
     BackwardScratch,
     Cut,
     HeadRefs,
     HeadScratch,
     HiddenRing,
     backward_kernel,
+    d_hidden_kernel,
     forward_kernel,
 )
-from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, row_terms
-from logitless.ops.tiles import Gradients
+from logitless.ops.softmax import Normaliser, RowTerms, Running, finish
+from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
-VMEM_LIMIT = 120 * 2**20
+
+def linear_token_stats_pallas_tpu(
+    hidden: Float[Array, "N D"],
+    lm_head: Float[Array, "..."],
+    bias: Float[Array, " V"] | None,
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+) -> TokenStats:
+    """`TokenStats` of N tokens; the contract is that of `logitless.ops.api.linear_token_stats`."""
+    return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
 
 
-def forward(hidden, lm_head, bias, targets, mask, scalars, options, also=()):
-    """The statistics and the normaliser of N tokens."""
-    vocab, dtype = lm_head.shape[options.layout.index("V")], accumulator(hidden.dtype, lm_head.dtype)
-    cut = Cut(vocab, options.block_n or 1024, options.block_v or 2048, dtype, options)
-    count = hidden.shape[0]
-    tokens = None if mask is None else cut_tokens(mask, count, cut.block_n)
-    places, blocks = count, -(-count // cut.block_n)
-    if tokens is not None:
-        hidden, targets = tokens.gather(hidden), tokens.gather(targets, vocab)
-        places, blocks = targets.shape[0], tokens.blocks
-    run = _forward_call(cut, places, blocks, hidden.shape[1], bias is not None, scalars)
-    running = merge_lanes(run(_refs(scalars, targets, hidden, lm_head, bias, dtype)), cut)
-    results = finish(running, targets < vocab, vocab, (*options.outputs, *also))
-    return results if tokens is None else jax.tree.map(tokens.scatter, results)
+def _forward(
+    inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
+) -> tuple[TokenStats, Normaliser, None]:
+    hidden, targets, mask = inputs.hidden, inputs.targets, inputs.mask
+    cut = _cut("forward", inputs, options)
+    tokens, blocks = None, -(-hidden.shape[0] // cut.block_n)
+    if mask is not None or blocks % cut.cores:
+        tokens = cut_tokens(mask, hidden.shape[0], cut.block_n, even=cut.cores)
+        hidden, targets, blocks = tokens.gather(hidden), tokens.gather(targets, cut.vocab), tokens.blocks
+    refs = _refs(inputs, hidden, targets, cut)
+    running = merge_lanes(_run_forward(refs, cut, blocks, outputs))
+    results = finish(running, targets < cut.vocab, cut.vocab, outputs)
+    return *(results if tokens is None else jax.tree.map(tokens.scatter, results)), None
 
 
-def _refs(scalars, targets, hidden, lm_head, bias, dtype) -> HeadRefs:
-    return HeadRefs(
-        jax.tree.map(lambda x: x.astype(dtype).reshape(1), scalars),
-        targets[:, None],
-        hidden,
-        lm_head,
-        None if bias is None else bias[None, :],
+def _backward(
+    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Gradients:
+    inputs, wanted = residuals.inputs, residuals.wanted
+    hidden_alone = wanted.hidden and not wanted.lm_head and not wanted.bias
+    cut = _cut("d_hidden" if hidden_alone else "backward", inputs, options)
+    tokens = cut_tokens(active, inputs.hidden.shape[0], cut.block_n, even=cut.cores)
+    targets, terms = terms_in_places(residuals, d_stats, tokens, cut.vocab)
+    refs = _refs(inputs, tokens.gather(inputs.hidden), targets, cut)
+    terms = jax.tree.map(lambda x: x[:, None], terms)
+    if hidden_alone:
+        d_hidden = _run_d_hidden(refs, terms, cut, tokens.blocks)
+        return Gradients(tokens.scatter(d_hidden), None, None)
+    # At least one block, of zeros where no token is active: the head's gradient is written in any case.
+    gradients = _run_backward(refs, terms, cut, jnp.maximum(tokens.blocks, 1), wanted)
+    d_hidden, d_lm_head, d_bias = gradients
+    return Gradients(
+        None if d_hidden is None else tokens.scatter(d_hidden).astype(inputs.hidden.dtype),
+        d_lm_head,
+        None if d_bias is None or inputs.bias is None else d_bias[0].astype(inputs.bias.dtype),
     )
 
 
-def _head_specs(cut: Cut, d: int, has_bias: bool, scalars: LogitScalars, token: Any, block: Any) -> HeadRefs:
-    """Block of each input; `token` and `block` take the grid's indices to those of the blocks."""
-    weight = (d, cut.block_v) if cut.v_axis else (cut.block_v, d)
-    place = (lambda *at: (0, block(*at))) if cut.v_axis else (lambda *at: (block(*at), 0))
+_token_stats = head_vjp("pallas_tpu", _forward, _backward)
+
+
+def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
+    """How the kernel cuts the problem; raises ValueError for block sizes that it cannot have."""
+    hidden, lm_head = inputs.hidden, inputs.lm_head
+    vocab = lm_head.shape[options.layout.index("V")]
+    dtype = accumulator(hidden.dtype, lm_head.dtype)
+    blocks = blocks_of(kernel, hidden, lm_head, options)
+    return Cut(vocab, blocks.block_n, blocks.block_v, blocks.vmem_bytes, blocks.cores, dtype, options)
+
+
+def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, " K"], cut: Cut) -> HeadRefs:
+    """The arrays that the kernels read; numbers per token and per column as matrices, which is what a block can be."""
     return HeadRefs(
-        jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), scalars),
-        pl.BlockSpec((cut.block_n, 1), lambda *at: (token(*at), 0)),
-        pl.BlockSpec((cut.block_n, d), lambda *at: (token(*at), 0)),
-        pl.BlockSpec(weight, place),
-        pl.BlockSpec((1, cut.block_v), lambda *at: (0, block(*at))) if has_bias else None,
+        scalars=jax.tree.map(lambda x: x.astype(cut.dtype).reshape(1), inputs.scalars),
+        targets=targets[:, None],
+        hidden=hidden,
+        lm_head=inputs.lm_head,
+        bias=None if inputs.bias is None else inputs.bias[None, :],
     )
 
 
-def _forward_call(cut: Cut, places: int, blocks: Any, d: int, has_bias: bool, scalars: LogitScalars):
-    kept = {
-        "maximum": True,
-        "total": True,
-        "weighted": "entropy" in cut.options.outputs,
-        "plain": "mean_logits" in cut.options.outputs,
-        "target": True,
-    }
-    spec = pl.BlockSpec((cut.block_n, LANES), lambda i, j: (i, 0))
-    shape = jax.ShapeDtypeStruct((places, LANES), cut.dtype)
+def _call(
+    kernel: Callable[..., None],
+    name: str,
+    blocks: Any,
+    cut: Cut,
+    in_specs: Any,
+    out: tuple[Any, Any],
+    scratch: tuple[Any, ...] = (),
+    *,
+    by_tokens: bool,
+) -> Callable[..., Any]:
+    """A `pallas_call` of one tree of outputs.
+
+    Args:
+        kernel: its body.
+        name: of it, as profiles show it.
+        blocks: of tokens: a run-time number where some are skipped.
+        cut: the kernel's static side.
+        in_specs: a tree of blocks for each argument.
+        out: trees of blocks and of shapes.
+        scratch: what else it holds.
+        by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
+    """
+    specs, shapes = out
     call = pl.pallas_call(
-        functools.partial(forward_kernel, cut=cut),
-        grid=(blocks, cut.blocks),
-        in_specs=[_head_specs(cut, d, has_bias, scalars, lambda i, j: i, lambda i, j: j)],
-        out_specs=[Running(**{k: spec if v else None for k, v in kept.items()})],
-        out_shape=[Running(**{k: shape if v else None for k, v in kept.items()})],
+        functools.partial(kernel, cut=cut),
+        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks)
+        if by_tokens
+        else (cut.cores, cut.blocks_of_core, blocks),
+        in_specs=in_specs,
+        out_specs=[specs],
+        out_shape=[shapes],
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=cut.vmem_bytes,
         ),
-        name="logitless_forward",
+        name=f"logitless_{name}",
         interpret=cut.options.interpret or False,
     )
-    return lambda refs: call(refs)[0]
+    return lambda *args: call(*args)[0]
 
 
-def merge_lanes(lanes: Running, cut: Cut) -> Running:
+def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
+    """A block; `axes` says which index of the grid moves it along each: that of the tokens, of the vocabulary, none."""
+
+    def place(core: Any, outer: Any, inner: Any) -> tuple[Any, ...]:
+        if by_tokens:
+            at = {"n": outer * cut.cores + core, "v": inner}
+        else:
+            # The last core may have a block less: it meets its last one twice, and does nothing then.
+            at = {"n": inner, "v": jnp.minimum(core * cut.blocks_of_core + outer, cut.blocks - 1)}
+        return tuple(0 if axis is None else at[axis] for axis in axes)
+
+    return pl.BlockSpec(shape, place)
+
+
+def _specs(refs: HeadRefs, cut: Cut, by_tokens: bool) -> HeadRefs:
+    """Block of each array that a kernel reads."""
+    spec, d = functools.partial(_spec, cut, by_tokens), refs.hidden.shape[1]
+    return HeadRefs(
+        scalars=jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), refs.scalars),
+        targets=spec((cut.block_n, 1), "n", None),
+        hidden=spec((cut.block_n, d), "n", None),
+        lm_head=spec((d, cut.block_v), None, "v") if cut.v_axis else spec((cut.block_v, d), "v", None),
+        bias=None if refs.bias is None else spec((1, cut.block_v), None, "v"),
+    )
+
+
+def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
+    return jax.tree.map(lambda _: specs.targets, terms)
+
+
+def _run_forward(refs: HeadRefs, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
+    """The online softmax of each token, lane by lane: `[K, LANES]`."""
+    spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
+    shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+
+    def wanted(x: Any) -> Running:
+        weighted, plain = "entropy" in outputs, "mean_logits" in outputs
+        return Running(x, x, x if weighted else None, x if plain else None, x)
+
+    out = (wanted(spec), wanted(shape))
+    return _call(forward_kernel, "forward", blocks, cut, [_specs(refs, cut, True)], out, by_tokens=True)(refs)
+
+
+def merge_lanes(lanes: Running) -> Running:
     """The online softmax of each token from those of its lanes."""
     maximum = jnp.max(lanes.maximum, axis=1)
     shift = lanes.maximum - maximum[:, None]
@@ -118,60 +215,48 @@ def merge_lanes(lanes: Running, cut: Cut) -> Running:
     )
 
 
-def backward(hidden, lm_head, bias, targets, scalars, terms: RowTerms, tokens: TokenCut, wanted, options):
-    """Gradients of hidden states, head and bias; `targets` and `terms` of the tokens in places."""
-    vocab, dtype = lm_head.shape[options.layout.index("V")], accumulator(hidden.dtype, lm_head.dtype)
-    cut = Cut(vocab, tokens.size, options.block_v or 2048, dtype, options)
-    front = tokens.gather(hidden)
-    common = common_dtype(hidden.dtype, lm_head.dtype)
-    places, d = front.shape
-    weight = (d, cut.block_v) if cut.v_axis else (cut.block_v, d)
-    aligned = vocab % LANES == 0
-    stage = (2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d)
-    dma = pltpu.SemaphoreType.DMA
+def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Float[Array, "K D"]:
+    """Gradient of the hidden states alone, in their dtype."""
+    places, d = refs.hidden.shape
+    specs = _specs(refs, cut, True)
+    out = (specs.hidden, jax.ShapeDtypeStruct((places, d), refs.hidden.dtype))
+    common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
+    scratch = (pltpu.VMEM((cut.block_n, cut.block_v), common), pltpu.VMEM((cut.block_n, d), cut.dtype))
+    in_specs = [specs, _term_specs(terms, specs)]
+    return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)
+
+
+def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated) -> Gradients:
+    """Gradient of hidden states `[K, D]` in float32, of the head in its dtype, and of the bias `[1, V]` in float32."""
+    places, d = refs.hidden.shape
+    specs = _specs(refs, cut, False)
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    # A copy of its own ends where a register does; a block that the pipeline writes may end anywhere.
+    staged = cut.vocab % LANES == 0
+    dma, common = pltpu.SemaphoreType.DMA, common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
+    ring = HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), cut.dtype), dma((RING,)), dma((RING,)))
+    sums = pltpu.VMEM((d, cut.block_v) if cut.v_axis else (cut.block_v, d), cut.dtype)
+    stage = pltpu.VMEM((2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d), refs.lm_head.dtype)
+    head = HeadScratch(sums, stage, dma((2,))) if staged else HeadScratch(sums, None, None)
     scratch = BackwardScratch(
         pltpu.VMEM((cut.block_n, cut.block_v), common),
-        HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), dtype), dma((RING,)), dma((RING,)))
-        if wanted.hidden
-        else None,
-        HeadScratch(
-            pltpu.VMEM(weight, dtype),
-            pltpu.VMEM(stage, lm_head.dtype) if aligned else None,
-            dma((2,)) if aligned else None,
-        )
-        if wanted.lm_head
-        else None,
+        ring if wanted.hidden else None,
+        head if wanted.lm_head else None,
     )
-    place = (lambda j, i: (0, j)) if cut.v_axis else (lambda j, i: (j, 0))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    specs = Gradients(
+    out_specs = Gradients(
         whole if wanted.hidden else None,
-        (whole if aligned else pl.BlockSpec(weight, place)) if wanted.lm_head else None,
-        pl.BlockSpec((1, cut.block_v), lambda j, i: (0, j)) if wanted.bias else None,
+        (whole if staged else specs.lm_head) if wanted.lm_head else None,
+        _spec(cut, False, (1, cut.block_v), None, "v") if wanted.bias else None,
     )
     shapes = Gradients(
-        jax.ShapeDtypeStruct((places, d), dtype) if wanted.hidden else None,
-        jax.ShapeDtypeStruct(lm_head.shape, lm_head.dtype) if wanted.lm_head else None,
-        jax.ShapeDtypeStruct((1, vocab), dtype) if wanted.bias else None,
+        jax.ShapeDtypeStruct((cut.cores, places, d), cut.dtype) if wanted.hidden else None,
+        jax.ShapeDtypeStruct(refs.lm_head.shape, refs.lm_head.dtype) if wanted.lm_head else None,
+        jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
-    token = lambda j, i: i
-    block = lambda j, i: j
-    out = pl.pallas_call(
-        functools.partial(backward_kernel, cut=cut),
-        grid=(cut.blocks, tokens.blocks),
-        in_specs=[
-            _head_specs(cut, d, bias is not None, scalars, token, block),
-            jax.tree.map(lambda _: pl.BlockSpec((cut.block_n, 1), lambda j, i: (i, 0)), terms),
-        ],
-        out_specs=[specs],
-        out_shape=[shapes],
-        scratch_shapes=[scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-        ),
-        name="logitless_backward",
-        interpret=options.interpret or False,
-    )(_refs(scalars, targets, front, lm_head, bias, dtype), jax.tree.map(lambda x: x[:, None], terms))[0]
-    d_hidden = None if out.hidden is None else tokens.scatter(out.hidden).astype(hidden.dtype)
-    d_bias = None if out.bias is None else out.bias[0].astype(bias.dtype)
-    return Gradients(d_hidden, out.lm_head, d_bias)
+    in_specs = [specs, _term_specs(terms, specs)]
+    run = _call(backward_kernel, "backward", blocks, cut, in_specs, (out_specs, shapes), (scratch,), by_tokens=False)
+    gradients = run(refs, terms)
+    if gradients.hidden is None:
+        return gradients
+    per_core = gradients.hidden
+    return gradients._replace(hidden=per_core[0] if cut.cores == 1 else jnp.sum(per_core, axis=0))

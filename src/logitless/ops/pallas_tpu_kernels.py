@@ -36,6 +36,8 @@ class Cut:
         vocab: V.
         block_n: tokens of a block.
         block_v: vocabulary columns of a block.
+        vmem_bytes: what the compiler may use.
+        cores: that share a device: the first axis of every grid.
         dtype: of logits and sums.
         options: of the head.
     """
@@ -43,6 +45,8 @@ class Cut:
     vocab: int
     block_n: int
     block_v: int
+    vmem_bytes: int
+    cores: int
     dtype: np.dtype
     options: HeadOptions
 
@@ -53,6 +57,10 @@ class Cut:
     @property
     def blocks(self) -> int:
         return -(-self.vocab // self.block_v)
+
+    @property
+    def blocks_of_core(self) -> int:
+        return -(-self.blocks // self.cores)
 
     @property
     def last(self) -> int:
@@ -99,11 +107,11 @@ class HeadRefs(NamedTuple):
 
 
 def forward_kernel(head: HeadRefs, running: Running, *, cut: Cut) -> None:
-    """Online softmax of a block of tokens over the vocabulary; grid `(token blocks, vocabulary blocks)`.
+    """Online softmax of a block of tokens over the vocabulary; grid `(cores, token blocks of a core, vocabulary blocks)`.
 
     The outputs, each `[block_n, LANES]`, stay in VMEM from step to step and carry the sums.
     """
-    j = pl.program_id(1)
+    j = pl.program_id(2)
 
     @pl.when(j == 0)
     def _start():
@@ -316,10 +324,37 @@ class BackwardScratch(NamedTuple):
 def backward_kernel(
     head: HeadRefs, terms: RowTerms, out: Gradients, scratch: BackwardScratch, *, cut: Cut
 ) -> None:
-    """Every gradient from one pass over the logits; grid `(vocabulary blocks, token blocks)`."""
-    j, i = pl.program_id(0), pl.program_id(1)
-    step = Step(token=i, tokens=pl.num_programs(1), block=j, blocks=cut.blocks)
-    ring = None if scratch.ring is None else scratch.ring._replace(total=out.hidden)
+    """Every gradient from one pass over the logits; grid `(cores, vocabulary blocks of a core, token blocks)`.
+
+    Each core has its own blocks of the head and its own `d_hidden`: no two ever add to one array.
+    """
+    core, i = pl.program_id(0), pl.program_id(2)
+    first = core * cut.blocks_of_core
+    j = first + pl.program_id(1)
+    blocks = jnp.minimum(cut.blocks_of_core, cut.blocks - first) if cut.blocks % cut.cores else cut.blocks_of_core
+    step = Step(token=i, tokens=pl.num_programs(2), block=pl.program_id(1), blocks=blocks)
+
+    def run() -> None:
+        _backward_step(head, terms, out, scratch, step, core, j, cut)
+
+    if cut.blocks % cut.cores:
+        pl.when(j < cut.blocks)(run)
+    else:
+        run()
+
+
+def _backward_step(
+    head: HeadRefs,
+    terms: RowTerms,
+    out: Gradients,
+    scratch: BackwardScratch,
+    step: Step,
+    core: Any,
+    j: Any,
+    cut: Cut,
+) -> None:
+    i = step.token
+    ring = None if scratch.ring is None else scratch.ring._replace(total=out.hidden.at[core])
     if ring is not None:
         ring.open(step)
 
@@ -347,6 +382,27 @@ def backward_kernel(
         w = head.lm_head[...].astype(scratch.d_logits.dtype)
         ring.add(product(d_x, w, (1, cut.v_axis), cut.dtype, cut.options), step)
         ring.close(step)
+
+
+def d_hidden_kernel(
+    head: HeadRefs, terms: RowTerms, d_hidden: Any, d_x: Any, sums: Any, *, cut: Cut
+) -> None:
+    """Gradient of the hidden states alone; grid `(cores, token blocks of a core, vocabulary blocks)`."""
+    j = pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _start():
+        sums[...] = jnp.zeros(sums.shape, sums.dtype)
+
+    if cut.last < cut.block_v:
+        pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
+    make_d_logits(head, terms, None, d_x, j, cut)
+    w = head.lm_head[...].astype(d_x.dtype)
+    sums[...] += product(d_x[...], w, (1, cut.v_axis), cut.dtype, cut.options)
+
+    @pl.when(j == cut.blocks - 1)
+    def _leave():
+        d_hidden[...] = sums[...].astype(d_hidden.dtype)
 
 
 def make_d_logits(head: HeadRefs, terms: RowTerms, d_bias: Any | None, d_x: Any, j: Any, cut: Cut) -> None:

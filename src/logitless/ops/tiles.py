@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
-from logitless.ops.derivatives import Differentiated
-from logitless.ops.softmax import transform_logits
-from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars
+from logitless.ops.derivatives import Differentiated, HeadResiduals
+from logitless.ops.softmax import RowTerms, row_terms, transform_logits
+from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
 
 # Tokens and columns of a block. Those of the CPU are measured (docs/measured.md); those of accelerators, which want
 # larger products, are not yet.
@@ -126,13 +127,25 @@ def add_products(
     return Gradients(d_hidden, d_w, d_bias)
 
 
+def terms_in_places(
+    residuals: HeadResiduals, d_stats: TokenStats, tokens: TokenCut, vocab: int
+) -> tuple[Int[Array, " K"], RowTerms]:
+    """Targets and terms of the logit gradient in the tokens' places; in an empty place all gradients are zeros."""
+    terms = row_terms(residuals.stats, residuals.normaliser, d_stats, residuals.inputs.scalars, vocab)
+    # A place without a token has probability 0 everywhere, so that its zeros stay zeros.
+    nowhere = tokens.gather(terms.maximum, float(jnp.finfo(terms.maximum.dtype).max))
+    terms = jax.tree.map(tokens.gather, terms)._replace(maximum=nowhere)
+    return tokens.gather(residuals.inputs.targets, vocab), terms
+
+
 def cut_problem(
     hidden: Float[Array, "N D"], lm_head: Float[Array, "..."], mask: Bool[Array, " N"] | None, options: HeadOptions
 ) -> tuple[TokenCut, VocabCut]:
     vocab = vocab_cut(lm_head.shape[options.layout.index("V")], options)
     # Two blocks at least of a batch worth cutting, so that a small one can skip its masked half too.
-    half = max(SMALLEST_BLOCK_N, -(-hidden.shape[0] // 2))
-    return cut_tokens(mask, hidden.shape[0], options.block_n or min(_rule(options)[0], half)), vocab
+    count = hidden.shape[0]
+    half = max(SMALLEST_BLOCK_N, -(-count // 2))
+    return cut_tokens(mask, count, min(options.block_n or min(_rule(options)[0], half), count)), vocab
 
 
 def vocab_cut(vocab: int, options: HeadOptions) -> VocabCut:
