@@ -117,6 +117,21 @@ def cut_tokens(
     return TokenCut(order, slots, size, most if mask is None else jnp.minimum(-(-filled // size), most))
 
 
+def sort_tokens(key: Int[Array, " N"], mask: Bool[Array, " N"] | None, size: int, even: int = 1) -> TokenCut:
+    """Cuts tokens as `cut_tokens` does, those that `mask` keeps in ascending order of `key`."""
+    count = key.shape[0]
+    kept = jnp.ones(count, bool) if mask is None else mask
+    index = jnp.arange(count, dtype=jnp.int32)
+    _, _, order = lax.sort((~kept, key, index), num_keys=2)
+    places = -(-count // (size * even)) * size * even
+    filled = count if mask is None else jnp.sum(mask, dtype=jnp.int32)
+    slots = jnp.zeros(count, jnp.int32).at[order].set(index)
+    slots, order = jnp.where(kept, slots, places), jnp.where(index < filled, order, count)
+    order = jnp.concatenate([order, jnp.full(places - count, count, jnp.int32)])
+    most = places // size
+    return TokenCut(order, slots, size, most if mask is None else jnp.minimum(-(-filled // size), most))
+
+
 def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:
     """Rows of `x`; an index past its end gives `fill`, and never touches what stands elsewhere."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=fill)

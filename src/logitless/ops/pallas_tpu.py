@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import TokenCut, cut_tokens
+from logitless.ops.blocks import cut_tokens, sort_tokens
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
 from logitless.ops.pallas_tpu_blocks import Blocks, blocks_of
 from logitless.ops.pallas_tpu_kernels import (
@@ -28,6 +28,7 @@ from logitless.ops.pallas_tpu_kernels import (
     HeadRefs,
     HeadScratch,
     HiddenRing,
+    Ranges,
     backward_kernel,
     d_hidden_kernel,
     forward_kernel,
@@ -53,16 +54,13 @@ def linear_token_stats_pallas_tpu(
 def _forward(
     inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
 ) -> tuple[TokenStats, Normaliser, None]:
-    hidden, targets, mask = inputs.hidden, inputs.targets, inputs.mask
     cut = _cut("forward", inputs, options)
-    tokens, blocks = None, -(-hidden.shape[0] // cut.block_n)
-    if mask is not None or blocks % cut.cores:
-        tokens = cut_tokens(mask, hidden.shape[0], cut.block_n, even=cut.cores)
-        hidden, targets, blocks = tokens.gather(hidden), tokens.gather(targets, cut.vocab), tokens.blocks
+    tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
+    hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
     refs = _refs(inputs, hidden, targets, cut)
-    running = merge_lanes(_run_forward(refs, cut, blocks, outputs))
+    running = merge_lanes(_run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs))
     results = finish(running, targets < cut.vocab, cut.vocab, outputs)
-    return *(results if tokens is None else jax.tree.map(tokens.scatter, results)), None
+    return *jax.tree.map(tokens.scatter, results), None
 
 
 def _backward(
@@ -109,6 +107,12 @@ def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, "
         lm_head=inputs.lm_head,
         bias=None if inputs.bias is None else inputs.bias[None, :],
     )
+
+
+def _ranges(targets: Int[Array, " K"], cut: Cut) -> Ranges:
+    """Smallest and largest target of each block; a place without a token has none."""
+    blocks = targets.reshape(-1, cut.block_n)
+    return Ranges(jnp.min(blocks, axis=1), jnp.max(jnp.where(blocks < cut.vocab, blocks, -1), axis=1))
 
 
 def _call(
@@ -184,7 +188,7 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
     return jax.tree.map(lambda _: specs.targets, terms)
 
 
-def _run_forward(refs: HeadRefs, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
+def _run_forward(refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
     """The online softmax of each token, lane by lane: `[K, LANES]`."""
     spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
     shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
@@ -194,7 +198,8 @@ def _run_forward(refs: HeadRefs, cut: Cut, blocks: Any, outputs: tuple[str, ...]
         return Running(x, x, x if weighted else None, x if plain else None, x)
 
     out = (wanted(spec), wanted(shape))
-    return _call(forward_kernel, "forward", blocks, cut, [_specs(refs, cut, True)], out, by_tokens=True)(refs)
+    in_specs = [_specs(refs, cut, True), Ranges(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2)]
+    return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
 
 
 def merge_lanes(lanes: Running) -> Running:

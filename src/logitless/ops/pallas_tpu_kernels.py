@@ -106,10 +106,24 @@ class HeadRefs(NamedTuple):
         return jax.tree.map(lambda ref: ref[0], self.scalars)
 
 
-def forward_kernel(head: HeadRefs, running: Running, *, cut: Cut) -> None:
+class Ranges(NamedTuple):
+    """Smallest and largest target of each block of tokens, in SMEM."""
+
+    first: Any
+    last: Any
+
+    def meet(self, token: Any, j: Any, cut: Cut) -> Any:
+        """Whether a block of the vocabulary may hold a target of a block of tokens."""
+        start = j * cut.block_v
+        return (self.last[token] >= start) & (self.first[token] < start + cut.block_v)
+
+
+def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut) -> None:
     """Online softmax of a block of tokens over the vocabulary; grid `(cores, token blocks of a core, vocabulary blocks)`.
 
-    The outputs, each `[block_n, LANES]`, stay in VMEM from step to step and carry the sums.
+    The outputs, each `[block_n, LANES]`, stay in VMEM from step to step and carry the sums. A target's column is none
+    of those that are summed. The tokens come sorted by their targets, so that few steps meet any; the others need not
+    look for them.
     """
     j = pl.program_id(2)
 
@@ -119,18 +133,27 @@ def forward_kernel(head: HeadRefs, running: Running, *, cut: Cut) -> None:
             if ref is not None:
                 ref[...] = jnp.full(ref.shape, cut.floor if name == "maximum" else 0.0, cut.dtype)
 
-    lanes = lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
-    ahead = head.targets[...] - j * cut.block_v - lanes
-
-    def meet(columns: int) -> None:
-        state = jax.tree.map(lambda ref: ref[...], running)
+    def meet(columns: int, targets: bool) -> None:
+        state, ahead = jax.tree.map(lambda ref: ref[...], running), None
+        if targets:
+            lanes = lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
+            ahead = head.targets[...] - j * cut.block_v - lanes
         for start in range(0, columns, SUB_COLUMNS):
-            state = _meet(state, head.logits(start, cut), ahead - start, columns - start, cut)
+            here = None if ahead is None else ahead - start
+            state = _meet(state, head.logits(start, cut), here, columns - start, cut)
         for ref, x in zip(running, state, strict=True):
             if ref is not None:
                 ref[...] = x
 
-    _on_each_block(j, cut, meet)
+    def meet_either(columns: int) -> None:
+        token = pl.program_id(1) * cut.cores + pl.program_id(0)
+        lax.cond(ranges.meet(token, j, cut), lambda: meet(columns, True), lambda: meet(columns, False))
+
+    if cut.last == cut.block_v:
+        meet_either(cut.block_v)
+    else:
+        pl.when(j < cut.blocks - 1)(lambda: meet_either(cut.block_v))
+        pl.when(j == cut.blocks - 1)(lambda: meet(cut.last, True))
 
 
 def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
@@ -143,37 +166,38 @@ def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
 
 
 def _meet(
-    state: Running, z: Float[Array, "n v"], ahead: Int[Array, "n lanes"], columns: int, cut: Cut
+    state: Running, z: Float[Array, "n v"], ahead: Int[Array, "n lanes"] | None, columns: int, cut: Cut
 ) -> Running:
     """Adds a sub-tile to each lane's online softmax.
 
     Args:
         state: the sums of each lane, `[n, LANES]`.
         z: logits.
-        ahead: the target's column within the sub-tile, less the lane.
+        ahead: the target's column within the sub-tile, less the lane; None where no target is among them.
         columns: of the sub-tile that the vocabulary has; what stands behind them is anything.
         cut: the kernel's static side.
     """
     maximum, total, weighted, plain, target = state
-    others = []
-    lanes = lax.broadcasted_iota(jnp.int32, ahead.shape, 1)
+    xs = []
     for k in range(0, min(columns, z.shape[1]), LANES):
         x = z[:, k : k + LANES]
-        own = ahead == k
+        exists = None
         if k + LANES > columns:
-            exists = lanes < columns - k
+            exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < columns - k
             x = jnp.where(exists, x, cut.lowest)
-            plain = None if plain is None else plain + jnp.where(exists, x, 0.0)
-        elif plain is not None:
-            plain += x
-        target = jnp.where(own, x, target)
-        others.append(jnp.where(own, cut.lowest, x))
+        if plain is not None:
+            plain += x if exists is None else jnp.where(exists, x, 0.0)
+        if ahead is not None:
+            own = ahead == k
+            target = jnp.where(own, x, target)
+            x = jnp.where(own, cut.lowest, x)
+        xs.append(x)
     # A tree, not a chain: each step of a chain would wait for the one before.
-    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, others)), maximum
+    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
     shift = before - maximum
     rescale = jnp.exp(shift)
     # Bounded below, since -inf, as a bias gives it, would make a NaN of 0 * -inf.
-    shifted = [x - maximum if weighted is None else jnp.maximum(x - maximum, cut.lowest) for x in others]
+    shifted = [x - maximum if weighted is None else jnp.maximum(x - maximum, cut.lowest) for x in xs]
     es = [jnp.exp(x) for x in shifted]
     if weighted is not None:
         weighted = rescale * (weighted + total * shift)
@@ -218,8 +242,9 @@ class HiddenRing(NamedTuple):
         def _read_ahead():
             self._read(step.index + 1, step).start()
 
-    def add(self, part: Float[Array, "n D"], step: "Step") -> None:
-        slot = self._slot(step.index, step)
+    def ready(self, step: "Step") -> Any:
+        """The block to add to."""
+        slot = self.slots.at[self._slot(step.index, step)]
 
         @pl.when((step.tokens > RING) & (step.index >= step.tokens))
         def _arrived():
@@ -227,16 +252,17 @@ class HiddenRing(NamedTuple):
 
         @pl.when(step.index < step.tokens)
         def _start():
-            self.slots[slot] = jnp.zeros(self.slots.shape[1:], self.slots.dtype)
+            slot[...] = jnp.zeros(slot.shape, self.slots.dtype)
 
-        self.slots[slot] += part
+        return slot
+
+    def close(self, step: "Step") -> None:
+        """After the sum: starts to write the block back; after the last step, waits for every write under way."""
 
         @pl.when((step.tokens > RING) | (step.index >= step.count - step.tokens))
         def _give_back():
             self._write(step.index, step).start()
 
-    def close(self, step: "Step") -> None:
-        """After the last step: waits for every write that is under way."""
         for back in range(RING):
 
             @pl.when((step.index == step.count - 1) & (back < jnp.where(step.tokens > RING, 2, step.tokens)))
@@ -369,8 +395,8 @@ def _backward_step(
             pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
 
     make_d_logits(head, terms, out.bias, scratch.d_logits, j, cut)
-    d_x, h = scratch.d_logits[...], head.hidden[...].astype(scratch.d_logits.dtype)
     if scratch.head is not None:
+        d_x, h = scratch.d_logits[...], head.hidden[...].astype(scratch.d_logits.dtype)
         operands = (h, d_x) if cut.v_axis else (d_x, h)
         scratch.head.sums[...] += product(*operands, (0, 0), cut.dtype, cut.options)
 
@@ -379,8 +405,9 @@ def _backward_step(
 
         pl.when(i == step.tokens - 1)(lambda: _on_each_block(j, cut, leave))
     if ring is not None:
-        w = head.lm_head[...].astype(scratch.d_logits.dtype)
-        ring.add(product(d_x, w, (1, cut.v_axis), cut.dtype, cut.options), step)
+        # No product before the wait: it would be kept, a block of float32, from one side of the branch to the other.
+        d_hidden, w = ring.ready(step), head.lm_head[...].astype(scratch.d_logits.dtype)
+        d_hidden[...] += product(scratch.d_logits[...], w, (1, cut.v_axis), cut.dtype, cut.options)
         ring.close(step)
 
 
@@ -413,7 +440,7 @@ def make_d_logits(head: HeadRefs, terms: RowTerms, d_bias: Any | None, d_x: Any,
     for start in range(0, cut.block_v, SUB_COLUMNS):
         z = head.logits(start, cut)
         own = lax.broadcasted_iota(jnp.int32, z.shape, 1) == column - start
-        tile = d_logits(z, own, rows, scalars)
+        tile = d_logits(z, own, rows, scalars, impossible=head.bias is not None)
         if d_bias is not None:
             d_bias[:, start : start + SUB_COLUMNS] += jnp.sum(tile, axis=0, keepdims=True)
         d_x[:, start : start + SUB_COLUMNS] = tile.astype(d_x.dtype)

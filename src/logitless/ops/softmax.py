@@ -218,20 +218,33 @@ def d_logits_tile(
 
 
 def d_logits(
-    z: Float[Array, "..."], own: Bool[Array, "..."], terms: RowTerms, scalars: LogitScalars
+    z: Float[Array, "..."],
+    own: Bool[Array, "..."] | None,
+    terms: RowTerms,
+    scalars: LogitScalars,
+    impossible: bool = True,
 ) -> Float[Array, "..."]:
-    """`d_logits_tile`, elementwise: `own` marks each token's target, and the terms broadcast against `z`."""
+    """`d_logits_tile`, elementwise, where the terms broadcast against `z`.
+
+    Args:
+        z: logits, after softcap and temperature.
+        own: marks each token's target; None where none is among them.
+        terms: of the rows.
+        scalars: as the forward pass had them.
+        impossible: whether a logit can be -inf.
+    """
     shifted = z - terms.maximum
     weight = terms.shared if terms.entropy is None else terms.shared - terms.entropy * shifted
     d_x = jnp.exp(shifted) * weight
     if terms.mean is not None:
         d_x += terms.mean
-    d_x = jnp.where(own, terms.target, d_x)
+    if own is not None:
+        d_x = jnp.where(own, terms.target, d_x)
     if scalars.softcap is not None:
         capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
         d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))
     # Selected, not multiplied: 0 times an infinite factor is no zero.
-    return jnp.where(z == -jnp.inf, 0.0, d_x)
+    return jnp.where(z == -jnp.inf, 0.0, d_x) if impossible else d_x
 
 
 def _own(z: Float[Array, "..."], column: Int[Array, " n"], v_axis: int) -> Bool[Array, "..."]:

@@ -91,6 +91,9 @@ def _computed(op: str, values: list[Value | None]) -> Value | None:
     if op == "minimum":
         known = [x for x in values if x is not None]
         return Value(min(x.number for x in known), all(x and x.exact for x in values)) if known else None
+    if op == "maximum" and None not in values:
+        known = [x for x in values if x is not None]
+        return Value(max(x.number for x in known), all(x.exact for x in known))
     if op == "select":
         # Which, one, other.
         ends = [x.number for x in values[1:] if x is not None]
@@ -106,7 +109,6 @@ def _computed(op: str, values: list[Value | None]) -> Value | None:
         "add": lambda a, b: a + b,
         "subtract": lambda a, b: a - b,
         "multiply": lambda a, b: a * b,
-        "maximum": max,
         "negate": lambda a: -a,
     }
     return Value(arithmetic[op](*numbers)) if op in arithmetic else None
