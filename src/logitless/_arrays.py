@@ -90,22 +90,27 @@ def accumulator(*dtypes: np.dtype) -> np.dtype:
     return common_dtype(np.dtype(np.float32), *dtypes)
 
 
-_TARGET: ContextVar[str | None] = ContextVar("logitless_target", default=None)
+_TARGET: ContextVar[tuple[str, str] | None] = ContextVar("logitless_target", default=None)
 
 
 @contextmanager
-def tracing_for(platform: str) -> Iterator[None]:
-    """What is traced inside is for another platform than that of this process."""
-    token = _TARGET.set(platform)
+def tracing_for(platform: str, device_kind: str) -> Iterator[None]:
+    """What is traced inside is for another device than those of this process."""
+    token = _TARGET.set((platform, device_kind))
     try:
         yield
     finally:
         _TARGET.reset(token)
 
 
-def target_platform() -> str:
-    """The platform that a trace is for: as `tracing_for` says, else the mesh's abstract device, else this process."""
+def target_device() -> tuple[str, str]:
+    """Platform and kind of the device that a trace is for.
+
+    As `tracing_for` says, else the mesh's abstract device, else those of this process.
+    """
     if (named := _TARGET.get()) is not None:
         return named
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    if device is not None:
+        return device.platform, device.device_kind
+    return jax.default_backend(), jax.devices()[0].device_kind

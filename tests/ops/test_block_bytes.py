@@ -113,7 +113,7 @@ def test_auto_is_chunked_on_a_tpu_and_one_pass_is_what_was_asked_for():
         def loss(h, w):
             return linear_cross_entropy(h, w, PROBLEM.targets, layout="VD", implementation=implementation)
 
-        with tracing_for("tpu"):
+        with tracing_for("tpu", "TPU v6 lite"):
             return tiles(loss, *PROBLEM[:2])
 
     assert not any(V in shape for shape in shapes("auto"))

@@ -1,7 +1,7 @@
 """The door of the ops: docstrings, validation, the choice of an implementation. Implementations trust their inputs."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,19 +16,14 @@ from logitless._arrays import (
     MaskArray,
     Scalar,
     accumulator,
-    check_name,
     shape_error,
 )
 from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_token_loss, check_tokens
+from logitless.ops.choice import auto_token_loss, auto_token_stats, check_bytes, check_choice
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
-from logitless.ops.one_pass import (
-    FEWEST_TOKENS,
-    TokenLoss,
-    linear_token_loss_one_pass,
-    linear_token_loss_two_pass,
-    tokens_within,
-)
+from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
+from logitless.ops.pallas_tpu import interpreted, linear_token_stats_pallas_tpu
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
 from logitless.ops.types import (
     HeadOptions,
@@ -43,6 +38,8 @@ T = TypeVar("T")
 IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
     "reference": linear_token_stats_reference,
     "chunked": linear_token_stats_chunked,
+    "pallas_tpu": linear_token_stats_pallas_tpu,
+    "pallas_tpu_interpret": interpreted(linear_token_stats_pallas_tpu),
 }
 """Hidden states to `TokenStats`: one signature, `(hidden, lm_head, bias, targets, mask, scalars, options)`."""
 
@@ -103,7 +100,9 @@ def linear_token_stats(
         mask: `[...]`, bool or numbers of which any but 0 counts. Tokens at 0 give 0, carry no gradient, may hold NaN in
             `hidden`, and cost nothing.
         logits_dtype: rounds `hidden @ lm_head + bias` to this dtype, to reproduce a model that does.
-        implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits.
+        implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits: it is
+            `"pallas_tpu"` on a TPU where the arrays are bfloat16 or float32 and stand on one device, else `"chunked"`.
+            `"pallas_tpu_interpret"` runs the TPU kernels in JAX's simulation of a TPU: to check them, and slow.
         sharding: None; sharded heads are not built yet.
         block_sizes: any of `block_n`, `block_v`, `block_d` to override an implementation's rule, or `block_bytes`, the
             most bytes of float32 logits at one time, for the rule to choose the others by; an implementation reads
@@ -119,7 +118,8 @@ def linear_token_stats(
         ValueError: shapes that do not fit, an empty head, a target out of range (concrete arrays), an unknown name,
             temperature, softcap or logit_scale not above 0.
         TypeError: float targets, integer hidden states.
-        NotImplementedError: a sharding; a gradient of temperature, softcap or logit_scale (implementation "chunked").
+        NotImplementedError: a sharding; a gradient of temperature, softcap or logit_scale (but for "reference");
+            "pallas_tpu" where it cannot run, with what would.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,12 +137,13 @@ def linear_token_stats(
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
     options = check_options(name, outputs, layout, logits_dtype, block_sizes, precision)
-    run = _choose(name, implementation, IMPLEMENTATIONS, sharding)
+    chosen = auto_token_stats((hidden, lm_head, bias), options) if implementation == "auto" else implementation
+    check_choice(name, chosen, IMPLEMENTATIONS, sharding, (hidden, lm_head, bias, targets), options)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(hidden.dtype, lm_head.dtype), options)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask, scalars)
-    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(run)(*flat, options))
+    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(IMPLEMENTATIONS[chosen])(*flat, options))
 
 
 def linear_logprobs(
@@ -266,8 +267,9 @@ def linear_token_loss(
         logit_scale: multiplies the logits first.
         mask: `[...]`; tokens at 0 never reach the sum, whatever `token_loss` gives there.
         logits_dtype: dtype to round the raw logits to.
-        implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is `"one_pass"`, but `"chunked"` on a
-            TPU and where `block_bytes` hold the logits of fewer than 64 tokens.
+        implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is that of
+            `linear_token_stats` on a TPU and where `block_bytes` hold the logits of fewer than 64 tokens, else
+            `"one_pass"`.
         sharding: None.
         block_sizes: overrides of an implementation's rule.
         precision: of the products.
@@ -301,8 +303,11 @@ def linear_token_loss(
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
     options = check_options(name, ("logprobs",), layout, logits_dtype, block_sizes, precision)
-    auto = _one_pass_or_chunked(name, implementation, vocab, targets.size, options)
-    run = _choose(name, implementation, TOKEN_LOSS_IMPLEMENTATIONS, sharding, auto)
+    heads = (hidden, lm_head, bias)
+    chosen = auto_token_loss(heads, targets.size, vocab, options) if implementation == "auto" else implementation
+    check_choice(name, chosen, TOKEN_LOSS_IMPLEMENTATIONS, sharding, (*heads, targets), options)
+    if chosen == "one_pass":
+        check_bytes(name, vocab, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     args = check_token_loss(name, token_loss, token_args, targets, dtype)
     if targets.size == 0:
@@ -310,7 +315,9 @@ def linear_token_loss(
     args = tuple(jax.lax.stop_gradient(x.reshape(-1) if x.ndim else x) for x in args)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask)
-    loss, logprobs = _compiled(run, "token_loss")(*flat, args, scalars, options, token_loss)
+    loss, logprobs = _compiled(TOKEN_LOSS_IMPLEMENTATIONS[chosen], "token_loss")(
+        *flat, args, scalars, options, token_loss
+    )
     return loss, jax.lax.stop_gradient(logprobs.reshape(targets.shape))
 
 
@@ -376,12 +383,13 @@ def token_stats(
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
     options = check_options(name, outputs, "DV", None, block_sizes, None)
-    run = _choose(name, implementation, LOGITS_IMPLEMENTATIONS, sharding)
+    chosen = "chunked" if implementation == "auto" else implementation
+    check_choice(name, chosen, LOGITS_IMPLEMENTATIONS, sharding, (logits, targets), options)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(logits.dtype), options)
     flat_mask = None if mask is None else mask.reshape(-1)
     flat = (logits.reshape(-1, vocab), _in_vocab(targets, vocab), flat_mask, scalars)
-    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(run)(*flat, options))
+    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(LOGITS_IMPLEMENTATIONS[chosen])(*flat, options))
 
 
 def token_logprobs(
@@ -461,32 +469,3 @@ def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
 def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenStats:
     zeros = jnp.zeros(shape, dtype)
     return TokenStats(**dict.fromkeys(options.outputs, zeros))
-
-
-def _one_pass_or_chunked(name: str, implementation: str, vocab: int, count: int, options: HeadOptions) -> str:
-    """What auto is; raises ValueError where one_pass is asked for within bytes that are too few for it."""
-    if options.block_bytes is None:
-        # By the compiler's estimates for TPUs one pass is no faster there, and it takes more memory.
-        return "chunked" if options.platform == "tpu" else "one_pass"
-    tokens = tokens_within(options.block_bytes, vocab, options)
-    if implementation == "one_pass" and tokens < (options.block_n or 1):
-        raise ValueError(
-            f"{name}: block_bytes={options.block_bytes} hold the logits of {tokens} tokens over V = {vocab}; "
-            f"one_pass keeps those of {options.block_n or 1} at least: give more bytes, or implementation='chunked'"
-        )
-    enough = tokens >= min(options.block_n or FEWEST_TOKENS, count)
-    return "one_pass" if enough and options.platform != "tpu" else "chunked"
-
-
-def _choose(
-    name: str, implementation: str, known: Mapping[str, Callable[..., T]], sharding: object, auto: str = "chunked"
-) -> Callable[..., T]:
-    if sharding is not None:
-        raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
-    if implementation in TOKEN_LOSS_IMPLEMENTATIONS and implementation not in known:
-        raise NotImplementedError(
-            f"{name}: implementation {implementation!r} makes the gradient of a loss in the forward pass and has no "
-            "statistics to differentiate; use linear_token_loss, or another implementation"
-        )
-    check_name(name, "implementation", implementation, ("auto", *known))
-    return known[auto if implementation == "auto" else implementation]

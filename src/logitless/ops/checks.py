@@ -17,7 +17,7 @@ from logitless._arrays import (
     check_name,
     is_concrete,
     shape_error,
-    target_platform,
+    target_device,
 )
 from logitless.ops.types import (
     BLOCK_SIZES,
@@ -148,7 +148,8 @@ def check_options(
         logits_dtype = dtype.name
     ordered: tuple[OutputName, ...] = tuple(output for output in OUTPUT_NAMES if output in outputs)
     blocks = {key: int(size) for key, size in sizes.items()}
-    return HeadOptions(layout, ordered, logits_dtype, precision, **blocks, platform=target_platform())
+    platform, device_kind = target_device()
+    return HeadOptions(layout, ordered, logits_dtype, precision, **blocks, platform=platform, device_kind=device_kind)
 
 
 def _dtype(name: str) -> np.dtype | None:

@@ -10,7 +10,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.softmax import Normaliser
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.types import LogitScalars, TokenStats
 
 P = ParamSpec("P")
 R = TypeVar("R")

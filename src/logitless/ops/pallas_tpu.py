@@ -7,6 +7,7 @@ of the hidden states alone is wanted: tokens outside again, and nothing is read 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,16 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import cut_tokens, sort_tokens
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
-from logitless.ops.pallas_tpu_blocks import Blocks, blocks_of
+from logitless.ops.pallas_tpu_blocks import Cut, blocks_of
+from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
 from logitless.ops.pallas_tpu_kernels import (
     LANES,
-    RING,
-    STAGED_COLUMNS,
     BackwardScratch,
-    Cut,
+    GradientRefs,
     HeadRefs,
-    HeadScratch,
-    HiddenRing,
     Ranges,
     backward_kernel,
     d_hidden_kernel,
@@ -49,6 +47,15 @@ def linear_token_stats_pallas_tpu(
 ) -> TokenStats:
     """`TokenStats` of N tokens; the contract is that of `logitless.ops.api.linear_token_stats`."""
     return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
+
+
+def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
+    """The same kernels in JAX's simulation of a TPU, on any device."""
+
+    def interpret(*args: Any) -> TokenStats:
+        return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
+
+    return interpret
 
 
 def _forward(
@@ -141,9 +148,7 @@ def _call(
     specs, shapes = out
     call = pl.pallas_call(
         functools.partial(kernel, cut=cut),
-        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks)
-        if by_tokens
-        else (cut.cores, cut.blocks_of_core, blocks),
+        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
         in_specs=in_specs,
         out_specs=[specs],
         out_shape=[shapes],
@@ -191,7 +196,7 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
 def _run_forward(refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
     """The online softmax of each token, lane by lane: `[K, LANES]`."""
     spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
-    shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+    shape: Any = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
 
     def wanted(x: Any) -> Running:
         weighted, plain = "entropy" in outputs, "mean_logits" in outputs
@@ -248,20 +253,19 @@ def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted
         ring if wanted.hidden else None,
         head if wanted.lm_head else None,
     )
-    out_specs = Gradients(
+    out_specs = GradientRefs(
         whole if wanted.hidden else None,
         (whole if staged else specs.lm_head) if wanted.lm_head else None,
         _spec(cut, False, (1, cut.block_v), None, "v") if wanted.bias else None,
     )
-    shapes = Gradients(
+    shapes = GradientRefs(
         jax.ShapeDtypeStruct((cut.cores, places, d), cut.dtype) if wanted.hidden else None,
         jax.ShapeDtypeStruct(refs.lm_head.shape, refs.lm_head.dtype) if wanted.lm_head else None,
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]
     run = _call(backward_kernel, "backward", blocks, cut, in_specs, (out_specs, shapes), (scratch,), by_tokens=False)
-    gradients = run(refs, terms)
-    if gradients.hidden is None:
-        return gradients
-    per_core = gradients.hidden
-    return gradients._replace(hidden=per_core[0] if cut.cores == 1 else jnp.sum(per_core, axis=0))
+    d_hidden, d_lm_head, d_bias = run(refs, terms)
+    if d_hidden is not None:
+        d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)
+    return Gradients(d_hidden, d_lm_head, d_bias)

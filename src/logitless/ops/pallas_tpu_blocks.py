@@ -3,8 +3,65 @@
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from logitless.ops.types import HeadOptions
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The static side of a kernel: how tokens and vocabulary are cut.
+
+    Attributes:
+        vocab: V.
+        block_n: tokens of a block.
+        block_v: vocabulary columns of a block.
+        vmem_bytes: what the compiler may use.
+        cores: that share a device: the first axis of every grid.
+        dtype: of logits and sums.
+        options: of the head.
+    """
+
+    vocab: int
+    block_n: int
+    block_v: int
+    vmem_bytes: int
+    cores: int
+    dtype: np.dtype
+    options: HeadOptions
+
+    @property
+    def v_axis(self) -> int:
+        return self.options.layout.index("V")
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.vocab // self.block_v)
+
+    @property
+    def blocks_of_core(self) -> int:
+        return -(-self.blocks // self.cores)
+
+    @property
+    def last(self) -> int:
+        """Columns of the last block of the vocabulary."""
+        return self.vocab - (self.blocks - 1) * self.block_v
+
+    @property
+    def lowest(self) -> float:
+        """Logit of a column that takes no part: below `floor` by more than an exponential can tell from zero."""
+        return float(jnp.finfo(self.dtype).min)
+
+    @property
+    def floor(self) -> float:
+        """Running maximum before any column is met: finite, so that differences stay numbers."""
+        return self.lowest / 4
+
+    def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
+        """Columns of a block of the head, as it stands."""
+        columns = slice(start, start + size)
+        return (slice(None), columns) if self.v_axis else (columns, slice(None))
 
 
 @dataclass(frozen=True)

@@ -5,82 +5,24 @@ of one beside the product of the next. The running maximum and sums are kept for
 merged once, outside: no step of the grid reduces across lanes.
 """
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from logitless._arrays import common_dtype
-from logitless.ops.derivatives import Differentiated
+from logitless.ops.pallas_tpu_blocks import Cut
+from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
 from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
-from logitless.ops.tiles import Gradients, product
-from logitless.ops.types import HeadOptions, LogitScalars
+from logitless.ops.tiles import product
+from logitless.ops.types import LogitScalars
 
 LANES = 128
 SUB_COLUMNS = 256
-RING = 3
-STAGED_COLUMNS = 256
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The static side of a kernel: how tokens and vocabulary are cut.
-
-    Attributes:
-        vocab: V.
-        block_n: tokens of a block.
-        block_v: vocabulary columns of a block.
-        vmem_bytes: what the compiler may use.
-        cores: that share a device: the first axis of every grid.
-        dtype: of logits and sums.
-        options: of the head.
-    """
-
-    vocab: int
-    block_n: int
-    block_v: int
-    vmem_bytes: int
-    cores: int
-    dtype: np.dtype
-    options: HeadOptions
-
-    @property
-    def v_axis(self) -> int:
-        return self.options.layout.index("V")
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.vocab // self.block_v)
-
-    @property
-    def blocks_of_core(self) -> int:
-        return -(-self.blocks // self.cores)
-
-    @property
-    def last(self) -> int:
-        """Columns of the last block of the vocabulary."""
-        return self.vocab - (self.blocks - 1) * self.block_v
-
-    @property
-    def lowest(self) -> float:
-        """Logit of a column that takes no part: below `floor` by more than an exponential can tell from zero."""
-        return float(jnp.finfo(self.dtype).min)
-
-    @property
-    def floor(self) -> float:
-        """Running maximum before any column is met: finite, so that differences stay numbers."""
-        return self.lowest / 4
-
-    def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
-        """Columns of a block of the head, as it stands."""
-        columns = slice(start, start + size)
-        return (slice(None), columns) if self.v_axis else (columns, slice(None))
 
 
 class HeadRefs(NamedTuple):
@@ -119,19 +61,17 @@ class Ranges(NamedTuple):
 
 
 def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut) -> None:
-    """Online softmax of a block of tokens over the vocabulary; grid `(cores, token blocks of a core, vocabulary blocks)`.
+    """Online softmax of a block of tokens over the vocabulary.
 
-    The outputs, each `[block_n, LANES]`, stay in VMEM from step to step and carry the sums. A target's column is none
-    of those that are summed. The tokens come sorted by their targets, so that few steps meet any; the others need not
-    look for them.
+    Grid: `(cores, token blocks of a core, vocabulary blocks)`. The outputs, each `[block_n, LANES]`, stay in VMEM from
+    step to step and carry the sums. A target's column is none of those that are summed. The tokens come sorted by their
+    targets, so that few steps meet any; the others need not look for them.
     """
     j = pl.program_id(2)
 
     @pl.when(j == 0)
     def _start():
-        for name, ref in running._asdict().items():
-            if ref is not None:
-                ref[...] = jnp.full(ref.shape, cut.floor if name == "maximum" else 0.0, cut.dtype)
+        _put(running, (cut.floor, 0.0, 0.0, 0.0, 0.0))
 
     def meet(columns: int, targets: bool) -> None:
         state, ahead = jax.tree.map(lambda ref: ref[...], running), None
@@ -141,9 +81,7 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
         for start in range(0, columns, SUB_COLUMNS):
             here = None if ahead is None else ahead - start
             state = _meet(state, head.logits(start, cut), here, columns - start, cut)
-        for ref, x in zip(running, state, strict=True):
-            if ref is not None:
-                ref[...] = x
+        _put(running, state)
 
     def meet_either(columns: int) -> None:
         token = pl.program_id(1) * cut.cores + pl.program_id(0)
@@ -154,6 +92,12 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
     else:
         pl.when(j < cut.blocks - 1)(lambda: meet_either(cut.block_v))
         pl.when(j == cut.blocks - 1)(lambda: meet(cut.last, True))
+
+
+def _put(refs: Running, values: Sequence[Any]) -> None:
+    for ref, x in zip(refs, values, strict=True):
+        if ref is not None:
+            ref[...] = jnp.broadcast_to(jnp.asarray(x, ref.dtype), ref.shape)
 
 
 def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
@@ -212,131 +156,18 @@ def _tree(combine: Any, parts: list[Array]) -> Array:
     return parts[0]
 
 
-class HiddenRing(NamedTuple):
-    """`d_hidden` in float32 in HBM, of which `RING` blocks are in VMEM: read, added to and written back.
-
-    A block is read for its next visit only once its last write has ended. Up to `RING` blocks of tokens stay in VMEM
-    all the time: with two, a read would have to begin while the write before it is under way.
+class GradientRefs(NamedTuple):
+    """What the backward kernel writes, None where nobody wants it.
 
     Attributes:
-        total: `[K, D]` in HBM.
-        slots: `[RING, block_n, D]` in VMEM.
-        reads: semaphores, one a slot.
-        writes: semaphores, one a slot.
+        hidden: `[cores, K, D]` in float32, in HBM.
+        lm_head: in the head's dtype: in HBM, or a block where it leaves whole.
+        bias: `[1, block_v]` in float32.
     """
 
-    total: Any
-    slots: Any
-    reads: Any
-    writes: Any
-
-    def open(self, step: "Step") -> None:
-        """Before the products: makes room, and starts to read what the next step adds to."""
-        moving = step.tokens > RING
-
-        @pl.when(moving & (step.index >= 2))
-        def _make_room():
-            self._write(step.index - 2, step).wait()
-
-        @pl.when(moving & (step.index + 1 >= step.tokens) & (step.index + 1 < step.count))
-        def _read_ahead():
-            self._read(step.index + 1, step).start()
-
-    def ready(self, step: "Step") -> Any:
-        """The block to add to."""
-        slot = self.slots.at[self._slot(step.index, step)]
-
-        @pl.when((step.tokens > RING) & (step.index >= step.tokens))
-        def _arrived():
-            self._read(step.index, step).wait()
-
-        @pl.when(step.index < step.tokens)
-        def _start():
-            slot[...] = jnp.zeros(slot.shape, self.slots.dtype)
-
-        return slot
-
-    def close(self, step: "Step") -> None:
-        """After the sum: starts to write the block back; after the last step, waits for every write under way."""
-
-        @pl.when((step.tokens > RING) | (step.index >= step.count - step.tokens))
-        def _give_back():
-            self._write(step.index, step).start()
-
-        for back in range(RING):
-
-            @pl.when((step.index == step.count - 1) & (back < jnp.where(step.tokens > RING, 2, step.tokens)))
-            def _wait(back=back):
-                self._write(step.index - back, step).wait()
-
-    def _slot(self, index: Any, step: "Step") -> Any:
-        return lax.rem(index, jnp.minimum(step.tokens, RING))
-
-    def _block(self, index: Any, step: "Step") -> Any:
-        block_n = self.slots.shape[1]
-        first = pl.multiple_of(lax.rem(index, step.tokens) * block_n, block_n)
-        return self.total.at[pl.ds(first, block_n), :]
-
-    def _read(self, index: Any, step: "Step") -> Any:
-        slot = self._slot(index, step)
-        return pltpu.make_async_copy(self._block(index, step), self.slots.at[slot], self.reads.at[slot])
-
-    def _write(self, index: Any, step: "Step") -> Any:
-        slot = self._slot(index, step)
-        return pltpu.make_async_copy(self.slots.at[slot], self._block(index, step), self.writes.at[slot])
-
-
-class Step(NamedTuple):
-    """A step of the backward grid, vocabulary outside and tokens inside."""
-
-    token: Any
-    tokens: Any
-    block: Any
-    blocks: Any
-
-    @property
-    def index(self) -> Any:
-        return self.block * self.tokens + self.token
-
-    @property
-    def count(self) -> Any:
-        return self.blocks * self.tokens
-
-
-class HeadScratch(NamedTuple):
-    """`d_lm_head` of one block of the vocabulary, in float32 over all tokens, and how it leaves.
-
-    Attributes:
-        sums: a block of the head in float32.
-        staged: `[2, ...]` of `STAGED_COLUMNS` columns in the head's dtype, or None where a block leaves whole.
-        writes: two semaphores, or None.
-    """
-
-    sums: Any
-    staged: Any | None
-    writes: Any | None
-
-    def leave(self, out: Any, block: Any, columns: int, cut: Cut) -> None:
-        """Casts once, and writes; through the small staging buffers, for a second whole block would not fit."""
-        if self.staged is None:
-            out[...] = self.sums[...].astype(out.dtype)
-            return
-        sizes = [min(STAGED_COLUMNS, columns - start) for start in range(0, columns, STAGED_COLUMNS)]
-
-        def copy(k: int) -> Any:
-            first = pl.multiple_of(block * cut.block_v + k * STAGED_COLUMNS, STAGED_COLUMNS)
-            place = out.at[:, pl.ds(first, sizes[k])] if cut.v_axis else out.at[pl.ds(first, sizes[k]), :]
-            staged = self.staged.at[k % 2]
-            return pltpu.make_async_copy(staged.at[cut.of_vocab(0, sizes[k])], place, self.writes.at[k % 2])
-
-        for k, size in enumerate(sizes):
-            if k >= 2:
-                copy(k - 2).wait()
-            source = self.sums[cut.of_vocab(k * STAGED_COLUMNS, size)]
-            self.staged[(k % 2, *cut.of_vocab(0, size))] = source.astype(out.dtype)
-            copy(k).start()
-        for k in range(max(0, len(sizes) - 2), len(sizes)):
-            copy(k).wait()
+    hidden: Any
+    lm_head: Any
+    bias: Any
 
 
 class BackwardScratch(NamedTuple):
@@ -347,9 +178,7 @@ class BackwardScratch(NamedTuple):
     head: HeadScratch | None
 
 
-def backward_kernel(
-    head: HeadRefs, terms: RowTerms, out: Gradients, scratch: BackwardScratch, *, cut: Cut
-) -> None:
+def backward_kernel(head: HeadRefs, terms: RowTerms, out: GradientRefs, scratch: BackwardScratch, *, cut: Cut) -> None:
     """Every gradient from one pass over the logits; grid `(cores, vocabulary blocks of a core, token blocks)`.
 
     Each core has its own blocks of the head and its own `d_hidden`: no two ever add to one array.
@@ -372,7 +201,7 @@ def backward_kernel(
 def _backward_step(
     head: HeadRefs,
     terms: RowTerms,
-    out: Gradients,
+    out: GradientRefs,
     scratch: BackwardScratch,
     step: Step,
     core: Any,
@@ -400,9 +229,7 @@ def _backward_step(
         operands = (h, d_x) if cut.v_axis else (d_x, h)
         scratch.head.sums[...] += product(*operands, (0, 0), cut.dtype, cut.options)
 
-        def leave(columns: int) -> None:
-            scratch.head.leave(out.lm_head, j, columns, cut)
-
+        leave = functools.partial(scratch.head.leave, out.lm_head, j, cut)
         pl.when(i == step.tokens - 1)(lambda: _on_each_block(j, cut, leave))
     if ring is not None:
         # No product before the wait: it would be kept, a block of float32, from one side of the branch to the other.
@@ -411,9 +238,7 @@ def _backward_step(
         ring.close(step)
 
 
-def d_hidden_kernel(
-    head: HeadRefs, terms: RowTerms, d_hidden: Any, d_x: Any, sums: Any, *, cut: Cut
-) -> None:
+def d_hidden_kernel(head: HeadRefs, terms: RowTerms, d_hidden: Any, d_x: Any, sums: Any, *, cut: Cut) -> None:
     """Gradient of the hidden states alone; grid `(cores, token blocks of a core, vocabulary blocks)`."""
     j = pl.program_id(2)
 
@@ -462,4 +287,4 @@ def _clear(ref: Any, axis: int, start: int) -> None:
         ref[place] = jnp.where(kept, x, jnp.zeros_like(x))
     if whole < size:
         place = part(whole, size)
-        ref[place] = jnp.zeros([n.stop - n.start if n.stop else m for n, m in zip(place, ref.shape)], ref.dtype)
+        ref[place] = jnp.zeros_like(ref[place])

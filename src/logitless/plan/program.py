@@ -64,7 +64,7 @@ def export_program(
 
     # Without axes, so that it stands in the way of no mesh of the function's own.
     here = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with here, tracing_for(where.chip.platform):
+    with here, tracing_for(where.chip.platform, where.chip.device_kind):
         flat.trace(*leaves)
         try:
             exported = jax.export.export(flat, platforms=[where.chip.platform])(*leaves)

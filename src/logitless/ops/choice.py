@@ -1,0 +1,93 @@
+"""Which implementation runs: what auto picks, and why a named one cannot."""
+
+from collections.abc import Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, get_abstract_mesh
+
+from logitless._arrays import check_name, is_concrete
+from logitless.ops.one_pass import FEWEST_TOKENS, tokens_within
+from logitless.ops.types import HeadOptions
+
+COMPILED_DTYPES = ("bfloat16", "float32")
+PALLAS, INTERPRETED = "pallas_tpu", "pallas_tpu_interpret"
+
+
+def auto_token_stats(arrays: Sequence[jax.Array | None], options: HeadOptions) -> str:
+    return "chunked" if _why_no_kernel(PALLAS, arrays, options) else PALLAS
+
+
+def auto_token_loss(arrays: Sequence[jax.Array | None], count: int, vocab: int, options: HeadOptions) -> str:
+    # By the compiler's estimates for TPUs one pass is no faster there, and it takes more memory.
+    if options.platform == "tpu":
+        return auto_token_stats(arrays, options)
+    if options.block_bytes is None:
+        return "one_pass"
+    tokens = tokens_within(options.block_bytes, vocab, options)
+    return "one_pass" if tokens >= min(options.block_n or FEWEST_TOKENS, count) else "chunked"
+
+
+def check_bytes(name: str, vocab: int, options: HeadOptions) -> None:
+    """Raises ValueError where one_pass is asked for within bytes that are too few for it."""
+    if options.block_bytes is None:
+        return
+    tokens = tokens_within(options.block_bytes, vocab, options)
+    if tokens < (options.block_n or 1):
+        raise ValueError(
+            f"{name}: block_bytes={options.block_bytes} hold the logits of {tokens} tokens over V = {vocab}; "
+            f"one_pass keeps those of {options.block_n or 1} at least: give more bytes, or implementation='chunked'"
+        )
+
+
+def check_choice(
+    name: str,
+    chosen: str,
+    known: Collection[str],
+    sharding: object,
+    arrays: Sequence[jax.Array | None],
+    options: HeadOptions,
+) -> None:
+    """Raises ValueError for an unknown implementation, NotImplementedError for one that cannot run, and says why."""
+    if sharding is not None:
+        raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
+    if chosen == "one_pass" and chosen not in known:
+        raise NotImplementedError(
+            f"{name}: implementation 'one_pass' makes the gradient of a loss in the forward pass and has no "
+            "statistics to differentiate; use linear_token_loss, or another implementation"
+        )
+    check_name(name, "implementation", chosen, ("auto", *known))
+    if chosen in (PALLAS, INTERPRETED) and (why := _why_no_kernel(chosen, arrays, options)):
+        raise NotImplementedError(f"{name}: implementation {chosen!r} cannot run: {why}")
+
+
+def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: HeadOptions) -> str | None:
+    """Why a TPU kernel cannot run, and what would; None where it can."""
+    compiled = chosen == PALLAS
+    if compiled and options.platform != "tpu":
+        return (
+            f"this program is for {options.platform!r}, and the kernels are for a TPU; use implementation='chunked', "
+            f"or {INTERPRETED!r} to check them in JAX's simulation of a TPU"
+        )
+    dtypes = {str(x.dtype) for x in arrays if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    known = (*COMPILED_DTYPES, *(() if compiled else ("float64",)))
+    if other := sorted(dtypes - set(known)):
+        return f"an array is {other[0]}; it takes {', '.join(known)}: cast, or use implementation='chunked'"
+    if options.logits_dtype not in (None, *known):
+        return f"logits_dtype={options.logits_dtype!r}; it rounds to {', '.join(known)}: use implementation='chunked'"
+    if _are_sharded(arrays):
+        return (
+            "a kernel runs on one device, and an argument is sharded over several; give sharding=, call it inside "
+            "jax.shard_map, or use implementation='chunked', which XLA partitions"
+        )
+    return None
+
+
+def _are_sharded(arrays: Sequence[jax.Array | None]) -> bool:
+    """Whether an argument is on several devices, or a mesh in scope lets XLA split the program over its own."""
+    mesh = get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1 and any(kind != AxisType.Manual for kind in mesh.axis_types):
+        return True
+    return any(
+        isinstance(x, jax.Array) and is_concrete(x) and len(x.sharding.device_set) > 1 for x in arrays if x is not None
+    )
