@@ -79,3 +79,44 @@ def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable
         return once
 
     return decorate
+
+
+def logits_vjp(
+    forward: Callable[..., tuple[TokenStats, Any]],
+    backward: Callable[[tuple, TokenStats, Any], Any],
+    implementation: str,
+) -> Callable[..., TokenStats]:
+    """`TokenStats` of logits with a gradient, from the two passes of an implementation.
+
+    Args:
+        forward: `(logits, targets, mask, scalars, options, also)` to the statistics of `options.outputs` and `also`,
+            and the normaliser of the softmax.
+        backward: `(residuals, cotangents, options)` to the gradient of the logits. Residuals are the four arrays that
+            `forward` takes, its statistics and its normaliser; a cotangent is None where nothing flows back, but never
+            all of them.
+        implementation: the name to refuse by.
+
+    Returns:
+        A function of `(logits, targets, mask, scalars, options)`.
+    """
+    once = first_only("token_stats", implementation)(backward)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+    def token_stats(logits, targets, mask, scalars, options):
+        return forward(logits, targets, mask, scalars, options)[0]
+
+    # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+    def fwd(logits, targets, mask, scalars, options):
+        primals = values_of("token_stats", (logits, targets, mask, scalars), scalars, implementation)
+        # The backward pass starts from the log-probability, whatever the caller asked for.
+        stats, normaliser = forward(*primals, options, also=("logprobs",))
+        asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
+        return asked, (*primals, stats, normaliser)
+
+    def bwd(options, residuals, cotangents):
+        cotangents = live(cotangents)
+        flows = any(d is not None for d in cotangents)
+        return once(residuals, cotangents, options) if flows else None, None, None, None
+
+    token_stats.defvjp(fwd, bwd, symbolic_zeros=True)
+    return token_stats

@@ -117,15 +117,15 @@ def forward_kernel(head: HeadRefs, running: Running, *, cut: Cut) -> None:
     def meet(columns: int) -> None:
         state = jax.tree.map(lambda ref: ref[...], running)
         for start in range(0, columns, SUB_COLUMNS):
-            state = _meet(state, head.logits(start, cut), ahead - start, columns - start, cut)
+            state = meet_lanes(state, head.logits(start, cut), ahead - start, columns - start, cut)
         for ref, x in zip(running, state, strict=True):
             if ref is not None:
                 ref[...] = x
 
-    _on_each_block(j, cut, meet)
+    on_each_block(j, cut, meet)
 
 
-def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
+def on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     """Runs with the columns of the block: the last one, where it is shorter, as a second copy of its own."""
     if cut.last == cut.block_v:
         run(cut.block_v)
@@ -134,7 +134,7 @@ def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     pl.when(j == cut.blocks - 1)(lambda: run(cut.last))
 
 
-def _meet(
+def meet_lanes(
     state: Running, z: Float[Array, "n v"], ahead: Int[Array, "n lanes"], columns: int, cut: Cut
 ) -> Running:
     """Adds a sub-tile to each lane's online softmax.
@@ -342,7 +342,7 @@ def backward_kernel(
         def leave(columns: int) -> None:
             scratch.head.leave(out.lm_head, j, columns, cut)
 
-        pl.when(i == step.tokens - 1)(lambda: _on_each_block(j, cut, leave))
+        pl.when(i == step.tokens - 1)(lambda: on_each_block(j, cut, leave))
     if ring is not None:
         w = head.lm_head[...].astype(scratch.d_logits.dtype)
         ring.add(product(d_x, w, (1, cut.v_axis), cut.dtype, cut.options), step)
