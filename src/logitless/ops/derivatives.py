@@ -61,7 +61,10 @@ def live(cotangents: TokenStats) -> TokenStats:
 
 
 def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a backward rule refuse to be differentiated: it skips tokens by value, so its own derivative is wrong."""
+    """Makes a pass refuse to be differentiated: it skips tokens by value, so its own derivative is wrong.
+
+    Its third argument is the static one.
+    """
 
     def decorate(backward: Callable[P, R]) -> Callable[P, R]:
         guarded = jax.custom_jvp(backward, nondiff_argnums=(2,))
@@ -99,7 +102,14 @@ def logits_vjp(
     Returns:
         A function of `(logits, targets, mask, scalars, options)`.
     """
-    once = first_only("token_stats", implementation)(backward)
+    first = first_only("token_stats", implementation)
+    backward_once = first(backward)
+
+    # The backward pass starts from the log-probability, whatever the caller asked for. A second derivative meets this
+    # pass first, in which a kernel has no derivative to be refused by.
+    @first
+    def forward_once(arrays: tuple, scalars: Any, options: Any) -> tuple[TokenStats, Any]:
+        return forward(*arrays, scalars, options, also=("logprobs",))
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
     def token_stats(logits, targets, mask, scalars, options):
@@ -108,15 +118,14 @@ def logits_vjp(
     # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
     def fwd(logits, targets, mask, scalars, options):
         primals = values_of("token_stats", (logits, targets, mask, scalars), scalars, implementation)
-        # The backward pass starts from the log-probability, whatever the caller asked for.
-        stats, normaliser = forward(*primals, options, also=("logprobs",))
+        stats, normaliser = forward_once(primals[:3], primals[3], options)
         asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
         return asked, (*primals, stats, normaliser)
 
     def bwd(options, residuals, cotangents):
         cotangents = live(cotangents)
         flows = any(d is not None for d in cotangents)
-        return once(residuals, cotangents, options) if flows else None, None, None, None
+        return backward_once(residuals, cotangents, options) if flows else None, None, None, None
 
     token_stats.defvjp(fwd, bwd, symbolic_zeros=True)
     return token_stats

@@ -29,7 +29,7 @@ from logitless.ops.pallas_tpu_kernels import (
     backward_kernel,
     forward_kernel,
 )
-from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, row_terms
+from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish, row_terms
 from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -103,7 +103,7 @@ def _forward_call(cut: Cut, places: int, blocks: Any, d: int, has_bias: bool, sc
 def merge_lanes(lanes: Running, cut: Cut) -> Running:
     """The online softmax of each token from those of its lanes."""
     maximum = jnp.max(lanes.maximum, axis=1)
-    shift = lanes.maximum - maximum[:, None]
+    shift = jnp.maximum(lanes.maximum - maximum[:, None], VANISHED)
     rescale = jnp.exp(shift)
     total = jnp.sum(lanes.total * rescale, axis=1)
     weighted = lanes.weighted

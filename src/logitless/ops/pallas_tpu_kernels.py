@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from logitless._arrays import common_dtype
 from logitless.ops.derivatives import Differentiated
-from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
+from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, transform_logits
 from logitless.ops.tiles import Gradients, product
 from logitless.ops.types import HeadOptions, LogitScalars
 
@@ -61,13 +61,8 @@ class Cut:
 
     @property
     def lowest(self) -> float:
-        """Logit of a column that takes no part: below `floor` by more than an exponential can tell from zero."""
+        """Running maximum before any column is met: no finite logit is lower."""
         return float(jnp.finfo(self.dtype).min)
-
-    @property
-    def floor(self) -> float:
-        """Running maximum before any column is met: finite, so that differences stay numbers."""
-        return self.lowest / 4
 
     def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
         """Columns of a block of the head, as it stands."""
@@ -109,7 +104,7 @@ def forward_kernel(head: HeadRefs, running: Running, *, cut: Cut) -> None:
     def _start():
         for name, ref in running._asdict().items():
             if ref is not None:
-                ref[...] = jnp.full(ref.shape, cut.floor if name == "maximum" else 0.0, cut.dtype)
+                ref[...] = jnp.full(ref.shape, cut.lowest if name == "maximum" else 0.0, cut.dtype)
 
     lanes = lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
     ahead = head.targets[...] - j * cut.block_v - lanes
@@ -154,22 +149,21 @@ def meet_lanes(
         own = ahead == k
         if k + LANES > columns:
             exists = lanes < columns - k
-            x = jnp.where(exists, x, cut.lowest)
+            x = jnp.where(exists, x, -jnp.inf)
             plain = None if plain is None else plain + jnp.where(exists, x, 0.0)
         elif plain is not None:
             plain += x
         target = jnp.where(own, x, target)
-        others.append(jnp.where(own, cut.lowest, x))
+        others.append(jnp.where(own, -jnp.inf, x))
     # A tree, not a chain: each step of a chain would wait for the one before.
     maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, others)), maximum
-    shift = before - maximum
+    shift = jnp.maximum(before - maximum, VANISHED)
     rescale = jnp.exp(shift)
-    # Bounded below, since -inf, as a bias gives it, would make a NaN of 0 * -inf.
-    shifted = [x - maximum if weighted is None else jnp.maximum(x - maximum, cut.lowest) for x in others]
+    shifted = [x - maximum for x in others]
     es = [jnp.exp(x) for x in shifted]
     if weighted is not None:
         weighted = rescale * (weighted + total * shift)
-        weighted += _tree(jnp.add, [e * x for e, x in zip(es, shifted, strict=True)])
+        weighted += _tree(jnp.add, [e * jnp.maximum(x, VANISHED) for e, x in zip(es, shifted, strict=True)])
     return Running(maximum, total * rescale + _tree(jnp.add, es), weighted, plain, target)
 
 

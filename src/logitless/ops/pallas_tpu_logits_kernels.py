@@ -54,7 +54,7 @@ def forward_kernel(live: Any | None, refs: LogitsRefs, running: Running, *, cut:
     def _start():
         for name, ref in running._asdict().items():
             if ref is not None:
-                ref[...] = jnp.full(ref.shape, cut.floor if name == "maximum" else 0.0, cut.dtype)
+                ref[...] = jnp.full(ref.shape, cut.lowest if name == "maximum" else 0.0, cut.dtype)
 
     def meet(columns: int) -> None:
         for rows in _chunks(cut):
