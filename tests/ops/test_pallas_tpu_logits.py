@@ -1,6 +1,7 @@
 """The TPU kernels for logits: in the interpreter, which simulates memory and copies, and lowered for a TPU."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ MODES = ("eager", "on_wait")
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def options(mode: str | None = "on_wait", *, outputs=OUTPUT_NAMES, block_n=16, block_v=128) -> HeadOptions:
+def options(mode: Any = "on_wait", *, outputs=OUTPUT_NAMES, block_n=16, block_v=128) -> HeadOptions:
     """Small blocks; the interpreter with races watched and memory full of NaN, or none to compile."""
     interpret = mode and pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
     return HeadOptions(outputs=outputs, block_n=block_n, block_v=block_v, platform="tpu", interpret=interpret)
@@ -125,7 +126,7 @@ def test_options_stay_in_budget_on_ragged_sizes(option, dtype):
     ],
 )
 def test_sizes_and_blocks_stay_in_budget(size, blocks, mode):
-    logits, targets, mask = logits_of(*size, "float32")
+    logits, targets, mask = logits_of(size[0], size[1], "float32")
     check(logits, targets, options(mode, block_n=blocks[0], block_v=blocks[1]), mask)
 
 
@@ -188,7 +189,7 @@ def test_columns_at_the_lowest_finite_logit(implementation):
     ("mode", "size"), [("eager", (48, 256)), ("on_wait", (45, 201))], ids=["everything divides", "nothing divides"]
 )
 def test_tokens_without_a_gradient_have_none_whatever_their_logits(mode, size):
-    logits, targets, _ = logits_of(*size, "float32")
+    logits, targets, _ = logits_of(size[0], size[1], "float32")
     count = size[0]
     mask = jnp.ones(count, bool).at[16:32].set(False).at[40].set(False)
     # Masked: a whole block, and a token of another. Not masked, but without a cotangent: token 3.

@@ -111,8 +111,7 @@ def logits_vjp(
     def forward_once(arrays: tuple, scalars: Any, options: Any) -> tuple[TokenStats, Any]:
         return forward(*arrays, scalars, options, also=("logprobs",))
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-    def token_stats(logits, targets, mask, scalars, options):
+    def primal(logits, targets, mask, scalars, options):
         return forward(logits, targets, mask, scalars, options)[0]
 
     # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
@@ -127,5 +126,6 @@ def logits_vjp(
         flows = any(d is not None for d in cotangents)
         return backward_once(residuals, cotangents, options) if flows else None, None, None, None
 
+    token_stats: Any = jax.custom_vjp(primal, nondiff_argnums=(4,))
     token_stats.defvjp(fwd, bwd, symbolic_zeros=True)
     return token_stats

@@ -86,17 +86,16 @@ def _forward(
     count, vocab = logits.shape
     cut = _cut(logits, options)
     lanes = pl.BlockSpec((cut.block_n, LANES), lambda i, j, *live: (i, 0))
-    kept = Running(True, True, "entropy" in options.outputs, "mean_logits" in options.outputs, True)
     running = _call(
         functools.partial(forward_kernel, cut=cut),
         None if mask is None else _live_blocks(mask, cut),
         (_refs(logits, targets, scalars, cut.dtype),),
         (_specs(cut, scalars),),
-        Running(*(lanes if keep else None for keep in kept)),
-        Running(*(jax.ShapeDtypeStruct((count, LANES), cut.dtype) if keep else None for keep in kept)),
+        _each_sum(lanes, options),
+        _each_sum(jax.ShapeDtypeStruct((count, LANES), cut.dtype), options),
         cut,
         name="logitless_logits_forward",
-        vmem_bytes=_block_bytes(cut, logits.dtype, big=1, rows=len(kept) + 1),
+        vmem_bytes=_block_bytes(cut, logits.dtype, big=1, rows=len(Running._fields) + 1),
     )
     running = merge_lanes(running, cut)
     # A target that no column is was never met: it takes no part.
@@ -134,6 +133,13 @@ _token_stats = logits_vjp(_forward, _backward, "pallas_tpu")
 
 def _refs(logits: Array, targets: Array, scalars: LogitScalars, dtype: np.dtype) -> LogitsRefs:
     return LogitsRefs(jax.tree.map(lambda x: x.astype(dtype).reshape(1), scalars), targets[:, None], logits)
+
+
+def _each_sum(x: Any, options: HeadOptions) -> Running:
+    """`x` for each sum that the outputs need."""
+    return Running(
+        x, x, x if "entropy" in options.outputs else None, x if "mean_logits" in options.outputs else None, x
+    )
 
 
 def _as_columns(terms: RowTerms) -> RowTerms:
