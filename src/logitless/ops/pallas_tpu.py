@@ -31,7 +31,7 @@ from logitless.ops.pallas_tpu_kernels import (
     d_hidden_kernel,
     forward_kernel,
 )
-from logitless.ops.softmax import Normaliser, RowTerms, Running, finish
+from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish
 from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -65,8 +65,8 @@ def _forward(
     tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
     hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
     refs = _refs(inputs, hidden, targets, cut)
-    running = merge_lanes(_run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs))
-    results = finish(running, targets < cut.vocab, cut.vocab, outputs)
+    running, in_vocab = _run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs), targets < cut.vocab
+    results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
     return *jax.tree.map(tokens.scatter, results), None
 
 
@@ -207,10 +207,10 @@ def _run_forward(refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs:
     return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
 
 
-def merge_lanes(lanes: Running) -> Running:
-    """The online softmax of each token from those of its lanes."""
+def merge_lanes(lanes: Running, in_vocab: Bool[Array, " K"]) -> Running:
+    """The online softmax of each token from those of its lanes; a target that is no column was never met."""
     maximum = jnp.max(lanes.maximum, axis=1)
-    shift = lanes.maximum - maximum[:, None]
+    shift = jnp.maximum(lanes.maximum - maximum[:, None], VANISHED)
     rescale = jnp.exp(shift)
     total = jnp.sum(lanes.total * rescale, axis=1)
     weighted = lanes.weighted
@@ -221,7 +221,7 @@ def merge_lanes(lanes: Running) -> Running:
         total=total,
         weighted=weighted,
         plain=None if lanes.plain is None else jnp.sum(lanes.plain, axis=1),
-        target=jnp.sum(lanes.target, axis=1),
+        target=jnp.where(in_vocab, jnp.sum(lanes.target, axis=1), -jnp.inf),
     )
 
 

@@ -50,13 +50,8 @@ class Cut:
 
     @property
     def lowest(self) -> float:
-        """Logit of a column that takes no part: below `floor` by more than an exponential can tell from zero."""
+        """Running maximum before any column is met: no finite logit is lower."""
         return float(jnp.finfo(self.dtype).min)
-
-    @property
-    def floor(self) -> float:
-        """Running maximum before any column is met: finite, so that differences stay numbers."""
-        return self.lowest / 4
 
     def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
         """Columns of a block of the head, as it stands."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
-from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
+from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
 
@@ -71,7 +71,7 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
 
     @pl.when(j == 0)
     def _start():
-        _put(running, (cut.floor, 0.0, 0.0, 0.0, 0.0))
+        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
 
     def meet(columns: int, targets: bool) -> None:
         state, ahead = jax.tree.map(lambda ref: ref[...], running), None
@@ -80,7 +80,7 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
             ahead = head.targets[...] - j * cut.block_v - lanes
         for start in range(0, columns, SUB_COLUMNS):
             here = None if ahead is None else ahead - start
-            state = _meet(state, head.logits(start, cut), here, columns - start, cut)
+            state = meet_lanes(state, head.logits(start, cut), here, columns - start, cut)
         _put(running, state)
 
     def meet_either(columns: int) -> None:
@@ -100,7 +100,7 @@ def _put(refs: Running, values: Sequence[Any]) -> None:
             ref[...] = jnp.broadcast_to(jnp.asarray(x, ref.dtype), ref.shape)
 
 
-def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
+def on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     """Runs with the columns of the block: the last one, where it is shorter, as a second copy of its own."""
     if cut.last == cut.block_v:
         run(cut.block_v)
@@ -109,7 +109,7 @@ def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     pl.when(j == cut.blocks - 1)(lambda: run(cut.last))
 
 
-def _meet(
+def meet_lanes(
     state: Running, z: Float[Array, "n v"], ahead: Int[Array, "n lanes"] | None, columns: int, cut: Cut
 ) -> Running:
     """Adds a sub-tile to each lane's online softmax.
@@ -128,24 +128,23 @@ def _meet(
         exists = None
         if k + LANES > columns:
             exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < columns - k
-            x = jnp.where(exists, x, cut.lowest)
+            x = jnp.where(exists, x, -jnp.inf)
         if plain is not None:
             plain += x if exists is None else jnp.where(exists, x, 0.0)
         if ahead is not None:
             own = ahead == k
             target = jnp.where(own, x, target)
-            x = jnp.where(own, cut.lowest, x)
+            x = jnp.where(own, -jnp.inf, x)
         xs.append(x)
     # A tree, not a chain: each step of a chain would wait for the one before.
     maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
-    shift = before - maximum
+    shift = jnp.maximum(before - maximum, VANISHED)
     rescale = jnp.exp(shift)
-    # Bounded below, since -inf, as a bias gives it, would make a NaN of 0 * -inf.
-    shifted = [x - maximum if weighted is None else jnp.maximum(x - maximum, cut.lowest) for x in xs]
+    shifted = [x - maximum for x in xs]
     es = [jnp.exp(x) for x in shifted]
     if weighted is not None:
         weighted = rescale * (weighted + total * shift)
-        weighted += _tree(jnp.add, [e * x for e, x in zip(es, shifted, strict=True)])
+        weighted += _tree(jnp.add, [e * jnp.maximum(x, VANISHED) for e, x in zip(es, shifted, strict=True)])
     return Running(maximum, total * rescale + _tree(jnp.add, es), weighted, plain, target)
 
 
@@ -230,7 +229,7 @@ def _backward_step(
         scratch.head.sums[...] += product(*operands, (0, 0), cut.dtype, cut.options)
 
         leave = functools.partial(scratch.head.leave, out.lm_head, j, cut)
-        pl.when(i == step.tokens - 1)(lambda: _on_each_block(j, cut, leave))
+        pl.when(i == step.tokens - 1)(lambda: on_each_block(j, cut, leave))
     if ring is not None:
         # No product before the wait: it would be kept, a block of float32, from one side of the branch to the other.
         d_hidden, w = ring.ready(step), head.lm_head[...].astype(scratch.d_logits.dtype)
