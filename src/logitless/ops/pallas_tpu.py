@@ -8,7 +8,7 @@ of the hidden states alone is wanted: tokens outside again, and nothing is read 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import cut_tokens, sort_tokens
+from logitless.ops.blocks import cut_tokens, sort_tokens, take
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
 from logitless.ops.pallas_tpu_blocks import Cut, blocks_of
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
@@ -27,11 +27,13 @@ from logitless.ops.pallas_tpu_kernels import (
     GradientRefs,
     HeadRefs,
     Ranges,
+    SweepScratch,
     backward_kernel,
     d_hidden_kernel,
     forward_kernel,
+    sweep_kernel,
 )
-from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish
+from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish, row_terms, softcap_slope
 from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -58,22 +60,40 @@ def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     return interpret
 
 
+class _Others(NamedTuple):
+    """What the sweep leaves of every token's columns but the target's: enough for the gradient of a frozen head.
+
+    Attributes:
+        sums: of the head's columns, weighted by `e^(z - maximum)`, `[K, D]` by places; no rows where none was made.
+        total: of the weights, by token.
+        slots: place of each token.
+    """
+
+    sums: Float[Array, "K D"]
+    total: Float[Array, " N"]
+    slots: Int[Array, " N"]
+
+
 def _forward(
     inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
-) -> tuple[TokenStats, Normaliser, None]:
-    cut = _cut("forward", inputs, options)
+) -> tuple[TokenStats, Normaliser, _Others]:
+    frozen = wanted is not None and wanted.hidden and not wanted.lm_head and not wanted.bias
+    cut = _cut("sweep" if frozen else "forward", inputs, options)
     tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
     hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
-    refs = _refs(inputs, hidden, targets, cut)
-    running, in_vocab = _run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs), targets < cut.vocab
-    results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
-    return *jax.tree.map(tokens.scatter, results), None
+    refs, in_vocab = _refs(inputs, hidden, targets, cut), targets < cut.vocab
+    running, sums = _run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs, frozen)
+    merged = merge_lanes(running, in_vocab)
+    stats, normaliser = jax.tree.map(tokens.scatter, finish(merged, in_vocab, cut.vocab, outputs))
+    return stats, normaliser, _Others(sums, tokens.scatter(merged.total), tokens.slots)
 
 
 def _backward(
     residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
 ) -> Gradients:
     inputs, wanted = residuals.inputs, residuals.wanted
+    if residuals.extra.sums.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
+        return Gradients(_d_hidden_of_sweep(residuals, d_stats, active, options), None, None)
     hidden_alone = wanted.hidden and not wanted.lm_head and not wanted.bias
     cut = _cut("d_hidden" if hidden_alone else "backward", inputs, options)
     tokens = cut_tokens(active, inputs.hidden.shape[0], cut.block_n, even=cut.cores)
@@ -94,6 +114,33 @@ def _backward(
 
 
 _token_stats = head_vjp("pallas_tpu", _forward, _backward)
+
+
+def _d_hidden_of_sweep(
+    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Float[Array, "N D"]:
+    """Gradient of the hidden states of a frozen head, elementwise from what the sweep has kept.
+
+    `d logprob / d hidden` is `(1 - p) (f_target head[target] - sum_k q_k f_k head[k])` over the other columns k, where
+    q is their softmax and f the slope of the logit: the target's column never cancels against a mean that contains it.
+    """
+    (_, lm_head, _, targets, _, scalars), stats, others = residuals.inputs, residuals.stats, residuals.extra
+    vocab = lm_head.shape[options.layout.index("V")]
+    terms = row_terms(stats, residuals.normaliser, d_stats, scalars, vocab)
+    dtype = terms.target.dtype
+    # A target without probability, or outside the vocabulary, is no column to speak of.
+    given = jnp.isfinite(stats.logprobs)
+    of_target = jnp.where(given, terms.target, 0.0)
+    if scalars.softcap is not None:
+        z_target = stats.logprobs + residuals.normaliser.maximum + jnp.log(residuals.normaliser.total)
+        of_target *= jnp.where(given, softcap_slope(z_target, scalars), 0.0)
+    rest = terms.shared * residuals.normaliser.total * jnp.where(given, -jnp.expm1(stats.logprobs), 1.0)
+    # Where no other column is finite there is nothing to weigh.
+    of_others = jnp.where(others.total == 0, 0.0, rest / others.total)
+    own = jnp.take(lm_head, targets, axis=options.layout.index("V"), mode="clip").astype(dtype)
+    own = own.T if options.layout == "DV" else own
+    d_hidden = of_target[:, None] * own + of_others[:, None] * take(others.sums, others.slots)
+    return jnp.where(active[:, None], d_hidden, 0.0).astype(residuals.inputs.hidden.dtype)
 
 
 def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
@@ -128,12 +175,12 @@ def _call(
     blocks: Any,
     cut: Cut,
     in_specs: Any,
-    out: tuple[Any, Any],
+    out: tuple[list[Any], list[Any]],
     scratch: tuple[Any, ...] = (),
     *,
     by_tokens: bool,
 ) -> Callable[..., Any]:
-    """A `pallas_call` of one tree of outputs.
+    """A `pallas_call` over trees of arrays.
 
     Args:
         kernel: its body.
@@ -141,17 +188,17 @@ def _call(
         blocks: of tokens: a run-time number where some are skipped.
         cut: the kernel's static side.
         in_specs: a tree of blocks for each argument.
-        out: trees of blocks and of shapes.
+        out: a tree of blocks and one of shapes for each output.
         scratch: what else it holds.
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
     """
     specs, shapes = out
-    call = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(kernel, cut=cut),
         grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
         in_specs=in_specs,
-        out_specs=[specs],
-        out_shape=[shapes],
+        out_specs=specs,
+        out_shape=shapes,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
@@ -160,7 +207,6 @@ def _call(
         name=f"logitless_{name}",
         interpret=cut.options.interpret or False,
     )
-    return lambda *args: call(*args)[0]
 
 
 def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
@@ -193,18 +239,28 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
     return jax.tree.map(lambda _: specs.targets, terms)
 
 
-def _run_forward(refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
-    """The online softmax of each token, lane by lane: `[K, LANES]`."""
+def _run_forward(
+    refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...], frozen: bool
+) -> tuple[Running, Float[Array, "K D"]]:
+    """The online softmax of each token by lanes, `[K, LANES]`; for a frozen head the weighted sum of its columns."""
+    places, d = refs.hidden.shape
     spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
-    shape: Any = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+    shape: Any = jax.ShapeDtypeStruct((places, LANES), cut.dtype)
 
-    def wanted(x: Any) -> Running:
+    def kept(x: Any) -> Running:
         weighted, plain = "entropy" in outputs, "mean_logits" in outputs
         return Running(x, x, x if weighted else None, x if plain else None, x)
 
-    out = (wanted(spec), wanted(shape))
-    in_specs = [_specs(refs, cut, True), Ranges(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2)]
-    return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
+    specs = _specs(refs, cut, True)
+    in_specs = [specs, Ranges(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2)]
+    if not frozen:
+        out = ([kept(spec)], [kept(shape)])
+        (running,) = _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
+        return running, jnp.zeros((0, d), cut.dtype)
+    out = ([kept(spec), specs.hidden], [kept(shape), jax.ShapeDtypeStruct((places, d), cut.dtype)])
+    tile, common = (cut.block_n, cut.block_v), common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
+    scratch = (SweepScratch(pltpu.VMEM(tile, cut.dtype), pltpu.VMEM(tile, common)),)
+    return tuple(_call(sweep_kernel, "sweep", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, ranges))
 
 
 def merge_lanes(lanes: Running, in_vocab: Bool[Array, " K"]) -> Running:
@@ -229,11 +285,11 @@ def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Flo
     """Gradient of the hidden states alone, in their dtype."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, True)
-    out = (specs.hidden, jax.ShapeDtypeStruct((places, d), refs.hidden.dtype))
+    out = ([specs.hidden], [jax.ShapeDtypeStruct((places, d), refs.hidden.dtype)])
     common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
     scratch = (pltpu.VMEM((cut.block_n, cut.block_v), common), pltpu.VMEM((cut.block_n, d), cut.dtype))
     in_specs = [specs, _term_specs(terms, specs)]
-    return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)
+    return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)[0]
 
 
 def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated) -> Gradients:
@@ -264,8 +320,10 @@ def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]
-    run = _call(backward_kernel, "backward", blocks, cut, in_specs, (out_specs, shapes), (scratch,), by_tokens=False)
-    d_hidden, d_lm_head, d_bias = run(refs, terms)
+    run = _call(
+        backward_kernel, "backward", blocks, cut, in_specs, ([out_specs], [shapes]), (scratch,), by_tokens=False
+    )
+    d_hidden, d_lm_head, d_bias = run(refs, terms)[0]
     if d_hidden is not None:
         d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)
     return Gradients(d_hidden, d_lm_head, d_bias)

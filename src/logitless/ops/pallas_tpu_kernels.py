@@ -6,7 +6,7 @@ merged once, outside: no step of the grid reduces across lanes.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
-from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, transform_logits
+from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
 
@@ -43,6 +43,10 @@ class HeadRefs(NamedTuple):
         if cut.options.logits_dtype is not None:
             z = z.astype(cut.options.logits_dtype).astype(cut.dtype)
         return transform_logits(z, self.numbers())
+
+    def ahead(self, j: Any, cut: Cut) -> Int[Array, "n lanes"]:
+        """Each target's column within the block, less the lane."""
+        return self.targets[...] - j * cut.block_v - lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
 
     def numbers(self) -> LogitScalars:
         return jax.tree.map(lambda ref: ref[0], self.scalars)
@@ -74,30 +78,33 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
         _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
 
     def meet(columns: int, targets: bool) -> None:
-        state, ahead = jax.tree.map(lambda ref: ref[...], running), None
-        if targets:
-            lanes = lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
-            ahead = head.targets[...] - j * cut.block_v - lanes
+        state, ahead = jax.tree.map(lambda ref: ref[...], running), head.ahead(j, cut) if targets else None
         for start in range(0, columns, SUB_COLUMNS):
             here = None if ahead is None else ahead - start
             state = meet_lanes(state, head.logits(start, cut), here, columns - start, cut)
         _put(running, state)
 
-    def meet_either(columns: int) -> None:
-        token = pl.program_id(1) * cut.cores + pl.program_id(0)
-        lax.cond(ranges.meet(token, j, cut), lambda: meet(columns, True), lambda: meet(columns, False))
+    _on_each_block_with_targets(j, ranges, cut, meet)
+
+
+def _on_each_block_with_targets(j: Any, ranges: Ranges, cut: Cut, run: Callable[[int, bool], None]) -> None:
+    """`on_each_block`, told whether the block may hold targets; the last one is taken to."""
+    token = pl.program_id(1) * cut.cores + pl.program_id(0)
+
+    def either(columns: int) -> None:
+        lax.cond(ranges.meet(token, j, cut), lambda: run(columns, True), lambda: run(columns, False))
 
     if cut.last == cut.block_v:
-        meet_either(cut.block_v)
+        either(cut.block_v)
     else:
-        pl.when(j < cut.blocks - 1)(lambda: meet_either(cut.block_v))
-        pl.when(j == cut.blocks - 1)(lambda: meet(cut.last, True))
+        pl.when(j < cut.blocks - 1)(lambda: either(cut.block_v))
+        pl.when(j == cut.blocks - 1)(lambda: run(cut.last, True))
 
 
 def _put(refs: Running, values: Sequence[Any]) -> None:
     for ref, x in zip(refs, values, strict=True):
         if ref is not None:
-            ref[...] = jnp.broadcast_to(jnp.asarray(x, ref.dtype), ref.shape)
+            ref[...] = jnp.full(ref.shape, x, ref.dtype) if isinstance(x, float) else x
 
 
 def on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
@@ -122,10 +129,26 @@ def meet_lanes(
         cut: the kernel's static side.
     """
     maximum, total, weighted, plain, target = state
+    xs, plain, target = _meet_columns(z, ahead, columns, plain, target)
+    # A tree, not a chain: each step of a chain would wait for the one before.
+    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
+    shift = jnp.maximum(before - maximum, VANISHED)
+    total, weighted = _rescaled(total, weighted, shift)
+    _, total, weighted = _add_exponentials([x - maximum for x in xs], total, weighted)
+    return Running(maximum, total, weighted, plain, target)
+
+
+def _meet_columns(
+    z: Float[Array, "n v"],
+    ahead: Int[Array, "n lanes"] | None,
+    columns: int,
+    plain: Array | None,
+    target: Array,
+) -> tuple[list[Array], Array | None, Array]:
+    """The sub-tile by lanes, -inf where a column takes no part; the plain sum, and the target's logit if it is here."""
     xs = []
     for k in range(0, min(columns, z.shape[1]), LANES):
-        x = z[:, k : k + LANES]
-        exists = None
+        x, exists = z[:, k : k + LANES], None
         if k + LANES > columns:
             exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < columns - k
             x = jnp.where(exists, x, -jnp.inf)
@@ -136,16 +159,23 @@ def meet_lanes(
             target = jnp.where(own, x, target)
             x = jnp.where(own, -jnp.inf, x)
         xs.append(x)
-    # A tree, not a chain: each step of a chain would wait for the one before.
-    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
-    shift = jnp.maximum(before - maximum, VANISHED)
+    return xs, plain, target
+
+
+def _rescaled(total: Array, weighted: Array | None, shift: Array) -> tuple[Array, Array | None]:
+    """The sums about a maximum that is higher by `-shift`."""
     rescale = jnp.exp(shift)
-    shifted = [x - maximum for x in xs]
+    return total * rescale, None if weighted is None else rescale * (weighted + total * shift)
+
+
+def _add_exponentials(
+    shifted: list[Array], total: Array, weighted: Array | None
+) -> tuple[list[Array], Array, Array | None]:
+    """`e^x` of each, added to the sums."""
     es = [jnp.exp(x) for x in shifted]
     if weighted is not None:
-        weighted = rescale * (weighted + total * shift)
         weighted += _tree(jnp.add, [e * jnp.maximum(x, VANISHED) for e, x in zip(es, shifted, strict=True)])
-    return Running(maximum, total * rescale + _tree(jnp.add, es), weighted, plain, target)
+    return es, total + _tree(jnp.add, es), weighted
 
 
 def _tree(combine: Any, parts: list[Array]) -> Array:
@@ -153,6 +183,72 @@ def _tree(combine: Any, parts: list[Array]) -> Array:
         pairs = [combine(*parts[i : i + 2]) for i in range(0, len(parts) - 1, 2)]
         parts = pairs + parts[len(parts) - len(parts) % 2 :]
     return parts[0]
+
+
+class SweepScratch(NamedTuple):
+    """VMEM of the sweep: a block of logits, and what it weighs the head's columns by."""
+
+    logits: Any
+    weights: Any
+
+
+def sweep_kernel(
+    head: HeadRefs, ranges: Ranges, running: Running, mean: Any, scratch: SweepScratch, *, cut: Cut
+) -> None:
+    """`forward_kernel` that also carries the softmax-weighted sum of the head's columns, but for the target's own.
+
+    As flash attention does with queries `hidden` and keys and values `lm_head`: the maximum is one for all lanes, and
+    the sum is rescaled where it grows.
+    """
+    j = pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _start():
+        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
+        mean[...] = jnp.zeros(mean.shape, mean.dtype)
+
+    if cut.last < cut.block_v:
+        pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
+    before = running.maximum[...]
+    meet = functools.partial(_keep_logits, head, running, scratch.logits, j, cut)
+    _on_each_block_with_targets(j, ranges, cut, meet)
+    maximum = jnp.broadcast_to(jnp.max(running.maximum[...], axis=1, keepdims=True), before.shape)
+    shift = jnp.maximum(before - maximum, VANISHED)
+    running.maximum[...] = maximum
+    _weigh(head, running, scratch, shift, cut)
+    w = head.lm_head[...].astype(scratch.weights.dtype)
+    part = product(scratch.weights[...], w, (1, cut.v_axis), cut.dtype, cut.options)
+    mean[...] = mean[...] * jnp.exp(shift[:, :1]) + part
+
+
+def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut, columns: int, targets: bool) -> None:
+    """Makes a block of logits, -inf where a column takes no part, and takes from it what needs no common maximum."""
+    ahead = head.ahead(j, cut) if targets else None
+    state = jax.tree.map(lambda ref: ref[...], running)
+    maximum, plain, target = state.maximum, state.plain, state.target
+    for start in range(0, columns, SUB_COLUMNS):
+        here = None if ahead is None else ahead - start
+        xs, plain, target = _meet_columns(head.logits(start, cut), here, columns - start, plain, target)
+        for k, x in enumerate(xs):
+            logits[:, start + k * LANES : start + (k + 1) * LANES] = x
+        maximum = jnp.maximum(maximum, _tree(jnp.maximum, xs))
+    for start in range(-(-columns // LANES) * LANES, cut.block_v, LANES):
+        logits[:, start : start + LANES] = jnp.full((cut.block_n, LANES), -jnp.inf, cut.dtype)
+    _put(running, (maximum, state.total, state.weighted, plain, target))
+
+
+def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, cut: Cut) -> None:
+    """The block's exponentials: into the sums, and with the slope of each logit into what weighs the head's columns."""
+    state, scalars = jax.tree.map(lambda ref: ref[...], running), head.numbers()
+    total, weighted = _rescaled(state.total, state.weighted, shift)
+    for start in range(0, cut.block_v, SUB_COLUMNS):
+        places = [slice(start + k, start + k + LANES) for k in range(0, SUB_COLUMNS, LANES)]
+        zs = [scratch.logits[:, place] for place in places]
+        es, total, weighted = _add_exponentials([z - state.maximum for z in zs], total, weighted)
+        for place, z, e in zip(places, zs, es, strict=True):
+            weight = e if scalars.softcap is None else e * softcap_slope(z, scalars)
+            scratch.weights[:, place] = weight.astype(scratch.weights.dtype)
+    _put(running, (state.maximum, total, weighted, state.plain, state.target))
 
 
 class GradientRefs(NamedTuple):

@@ -28,6 +28,14 @@ def transform_logits(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Arr
     return x
 
 
+def softcap_slope(z: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
+    """`1 - tanh(x logit_scale / softcap)^2`, from the logits after softcap and temperature; 0 at -inf."""
+    assert scalars.softcap is not None
+    cap = scalars.softcap.astype(z.dtype)
+    capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
+    return 1.0 - jnp.square(jnp.maximum(capped / cap, -1.0))
+
+
 class Running(NamedTuple):
     """Online softmax of the columns met so far without the target's own, which joins exactly at the end.
 
@@ -246,8 +254,7 @@ def d_logits(
     if own is not None:
         d_x = jnp.where(own, terms.target, d_x)
     if scalars.softcap is not None:
-        capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
-        d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))
+        d_x *= softcap_slope(z, scalars)
     # Selected, not multiplied: 0 times an infinite factor is no zero.
     return jnp.where(z == -jnp.inf, 0.0, d_x) if impossible else d_x
 
