@@ -27,8 +27,10 @@ from logitless.ops.pallas_tpu_kernels import (
     GradientRefs,
     HeadRefs,
     Ranges,
+    SweepRefs,
     SweepScratch,
     backward_kernel,
+    chunk_rows,
     d_hidden_kernel,
     forward_kernel,
     sweep_kernel,
@@ -61,16 +63,16 @@ def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
 
 
 class _Others(NamedTuple):
-    """What the sweep leaves of every token's columns but the target's: enough for the gradient of a frozen head.
+    """What the sweep leaves for the gradient of a frozen head, by places; no rows where none was made.
 
     Attributes:
-        sums: of the head's columns, weighted by `e^(z - maximum)`, `[K, D]` by places; no rows where none was made.
-        total: of the weights, by token.
+        mean: softmax-weighted mean of the head's columns but the target's, `[K, D]`.
+        own: the target's column, `[K, D]`; no rows where it is gathered in the backward pass.
         slots: place of each token.
     """
 
-    sums: Float[Array, "K D"]
-    total: Float[Array, " N"]
+    mean: Float[Array, "K D"]
+    own: Float[Array, "K D"]
     slots: Int[Array, " N"]
 
 
@@ -82,17 +84,20 @@ def _forward(
     tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
     hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
     refs, in_vocab = _refs(inputs, hidden, targets, cut), targets < cut.vocab
-    running, sums = _run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs, frozen)
-    merged = merge_lanes(running, in_vocab)
-    stats, normaliser = jax.tree.map(tokens.scatter, finish(merged, in_vocab, cut.vocab, outputs))
-    return stats, normaliser, _Others(sums, tokens.scatter(merged.total), tokens.slots)
+    if frozen:
+        running, (mean, own) = _run_sweep(refs, targets, cut, tokens.blocks, outputs)
+    else:
+        running = _run_forward(refs, targets, cut, tokens.blocks, outputs)
+        mean = own = jnp.zeros((0, hidden.shape[1]), hidden.dtype)
+    results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
+    return *jax.tree.map(tokens.scatter, results), _Others(mean, own, tokens.slots)
 
 
 def _backward(
     residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
 ) -> Gradients:
     inputs, wanted = residuals.inputs, residuals.wanted
-    if residuals.extra.sums.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
+    if residuals.extra.mean.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
         return Gradients(_d_hidden_of_sweep(residuals, d_stats, active, options), None, None)
     hidden_alone = wanted.hidden and not wanted.lm_head and not wanted.bias
     cut = _cut("d_hidden" if hidden_alone else "backward", inputs, options)
@@ -123,6 +128,7 @@ def _d_hidden_of_sweep(
 
     `d logprob / d hidden` is `(1 - p) (f_target head[target] - sum_k q_k f_k head[k])` over the other columns k, where
     q is their softmax and f the slope of the logit: the target's column never cancels against a mean that contains it.
+    The mean is rounded to the arrays' dtype on its way, as the weights are.
     """
     (_, lm_head, _, targets, _, scalars), stats, others = residuals.inputs, residuals.stats, residuals.extra
     vocab = lm_head.shape[options.layout.index("V")]
@@ -134,12 +140,14 @@ def _d_hidden_of_sweep(
     if scalars.softcap is not None:
         z_target = stats.logprobs + residuals.normaliser.maximum + jnp.log(residuals.normaliser.total)
         of_target *= jnp.where(given, softcap_slope(z_target, scalars), 0.0)
-    rest = terms.shared * residuals.normaliser.total * jnp.where(given, -jnp.expm1(stats.logprobs), 1.0)
-    # Where no other column is finite there is nothing to weigh.
-    of_others = jnp.where(others.total == 0, 0.0, rest / others.total)
-    own = jnp.take(lm_head, targets, axis=options.layout.index("V"), mode="clip").astype(dtype)
-    own = own.T if options.layout == "DV" else own
-    d_hidden = of_target[:, None] * own + of_others[:, None] * take(others.sums, others.slots)
+    of_others = terms.shared * residuals.normaliser.total * jnp.where(given, -jnp.expm1(stats.logprobs), 1.0)
+    if options.layout == "VD":
+        own = jnp.take(lm_head, targets, axis=0, mode="clip")
+    else:
+        # XLA would transpose the whole head to gather columns.
+        own = take(others.own, others.slots)
+    mean = take(others.mean, others.slots)
+    d_hidden = of_target[:, None] * own.astype(dtype) + of_others[:, None] * mean.astype(dtype)
     return jnp.where(active[:, None], d_hidden, 0.0).astype(residuals.inputs.hidden.dtype)
 
 
@@ -163,10 +171,10 @@ def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, "
     )
 
 
-def _ranges(targets: Int[Array, " K"], cut: Cut) -> Ranges:
-    """Smallest and largest target of each block; a place without a token has none."""
-    blocks = targets.reshape(-1, cut.block_n)
-    return Ranges(jnp.min(blocks, axis=1), jnp.max(jnp.where(blocks < cut.vocab, blocks, -1), axis=1))
+def _ranges(targets: Int[Array, " K"], size: int, vocab: int) -> Ranges:
+    """Smallest and largest target of each `size` places; one without a token has none."""
+    blocks = targets.reshape(-1, size)
+    return Ranges(jnp.min(blocks, axis=1), jnp.max(jnp.where(blocks < vocab, blocks, -1), axis=1))
 
 
 def _call(
@@ -227,7 +235,7 @@ def _specs(refs: HeadRefs, cut: Cut, by_tokens: bool) -> HeadRefs:
     """Block of each array that a kernel reads."""
     spec, d = functools.partial(_spec, cut, by_tokens), refs.hidden.shape[1]
     return HeadRefs(
-        scalars=jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), refs.scalars),
+        scalars=_scalar_specs(refs.scalars),
         targets=spec((cut.block_n, 1), "n", None),
         hidden=spec((cut.block_n, d), "n", None),
         lm_head=spec((d, cut.block_v), None, "v") if cut.v_axis else spec((cut.block_v, d), "v", None),
@@ -239,28 +247,52 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
     return jax.tree.map(lambda _: specs.targets, terms)
 
 
-def _run_forward(
-    refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...], frozen: bool
-) -> tuple[Running, Float[Array, "K D"]]:
-    """The online softmax of each token by lanes, `[K, LANES]`; for a frozen head the weighted sum of its columns."""
-    places, d = refs.hidden.shape
-    spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
-    shape: Any = jax.ShapeDtypeStruct((places, LANES), cut.dtype)
+def _lane_sums(refs: HeadRefs, cut: Cut, outputs: tuple[str, ...]) -> tuple[Running, Running]:
+    """Block and shape of each sum of the online softmax, lane by lane: `[K, LANES]`."""
 
     def kept(x: Any) -> Running:
         weighted, plain = "entropy" in outputs, "mean_logits" in outputs
         return Running(x, x, x if weighted else None, x if plain else None, x)
 
-    specs = _specs(refs, cut, True)
-    in_specs = [specs, Ranges(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2)]
-    if not frozen:
-        out = ([kept(spec)], [kept(shape)])
-        (running,) = _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
-        return running, jnp.zeros((0, d), cut.dtype)
-    out = ([kept(spec), specs.hidden], [kept(shape), jax.ShapeDtypeStruct((places, d), cut.dtype)])
-    tile, common = (cut.block_n, cut.block_v), common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
-    scratch = (SweepScratch(pltpu.VMEM(tile, cut.dtype), pltpu.VMEM(tile, common)),)
-    return tuple(_call(sweep_kernel, "sweep", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, ranges))
+    shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+    return kept(_spec(cut, True, (cut.block_n, LANES), "n", None)), kept(shape)
+
+
+def _run_forward(refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
+    """The online softmax of each token, lane by lane."""
+    spec, shape = _lane_sums(refs, cut, outputs)
+    ranges = _ranges(targets, cut.block_n, cut.vocab)
+    in_specs = [_specs(refs, cut, True), _scalar_specs(ranges)]
+    out = ([spec], [shape])
+    return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)[0]
+
+
+def _run_sweep(
+    refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]
+) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "K D"]]]:
+    """The same, and for each token the mean of the head's other columns, and in the layout DV its target's column."""
+    (places, d), specs = refs.hidden.shape, _specs(refs, cut, True)
+    common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
+    spec, shape = _lane_sums(refs, cut, outputs)
+    ranges, chunks, own = _ranges(targets, cut.block_n, cut.vocab), None, None
+    if cut.v_axis:
+        chunks = _ranges(targets, chunk_rows(cut.block_n), cut.vocab)
+        own = jax.ShapeDtypeStruct((places, d), refs.lm_head.dtype)
+    out = (
+        [spec, SweepRefs(specs.hidden, None if own is None else specs.hidden)],
+        [shape, SweepRefs(jax.ShapeDtypeStruct((places, d), common), own)],
+    )
+    tile, rows = (cut.block_n, cut.block_v), (cut.block_n, d)
+    scratch = (SweepScratch(pltpu.VMEM(rows, cut.dtype), pltpu.VMEM(tile, cut.dtype), pltpu.VMEM(tile, common)),)
+    in_specs = [specs, _scalar_specs(ranges), _scalar_specs(chunks)]
+    run = _call(sweep_kernel, "sweep", blocks, cut, in_specs, out, scratch, by_tokens=True)
+    running, (mean, collected) = run(refs, ranges, chunks)
+    return running, (mean, jnp.zeros((0, d), mean.dtype) if collected is None else collected)
+
+
+def _scalar_specs(numbers: Any) -> Any:
+    """Of numbers that the scalar unit reads."""
+    return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), numbers)
 
 
 def merge_lanes(lanes: Running, in_vocab: Bool[Array, " K"]) -> Running:

@@ -185,15 +185,35 @@ def _tree(combine: Any, parts: list[Array]) -> Array:
     return parts[0]
 
 
-class SweepScratch(NamedTuple):
-    """VMEM of the sweep: a block of logits, and what it weighs the head's columns by."""
+class SweepRefs(NamedTuple):
+    """What the sweep writes, beside the online softmax, for the gradient of a frozen head.
 
+    Attributes:
+        mean: softmax-weighted mean of the head's columns but the target's, `[block_n, D]`; 0 where there is no other.
+        own: the target's column of the head, `[block_n, D]`; None where XLA can gather it without copying the head.
+    """
+
+    mean: Any
+    own: Any | None
+
+
+class SweepScratch(NamedTuple):
+    """VMEM of the sweep: the weighted sum, a block of logits, and what it weighs the head's columns by."""
+
+    sums: Any
     logits: Any
     weights: Any
 
 
 def sweep_kernel(
-    head: HeadRefs, ranges: Ranges, running: Running, mean: Any, scratch: SweepScratch, *, cut: Cut
+    head: HeadRefs,
+    ranges: Ranges,
+    chunks: Ranges | None,
+    running: Running,
+    out: SweepRefs,
+    scratch: SweepScratch,
+    *,
+    cut: Cut,
 ) -> None:
     """`forward_kernel` that also carries the softmax-weighted sum of the head's columns, but for the target's own.
 
@@ -205,10 +225,15 @@ def sweep_kernel(
     @pl.when(j == 0)
     def _start():
         _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
-        mean[...] = jnp.zeros(mean.shape, mean.dtype)
+        scratch.sums[...] = jnp.zeros(scratch.sums.shape, scratch.sums.dtype)
+        if out.own is not None:
+            out.own[...] = jnp.zeros(out.own.shape, out.own.dtype)
 
     if cut.last < cut.block_v:
         pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
+    if out.own is not None:
+        assert chunks is not None
+        _collect_targets(head, chunks, out.own, j, cut)
     before = running.maximum[...]
     meet = functools.partial(_keep_logits, head, running, scratch.logits, j, cut)
     _on_each_block_with_targets(j, ranges, cut, meet)
@@ -218,7 +243,45 @@ def sweep_kernel(
     _weigh(head, running, scratch, shift, cut)
     w = head.lm_head[...].astype(scratch.weights.dtype)
     part = product(scratch.weights[...], w, (1, cut.v_axis), cut.dtype, cut.options)
-    mean[...] = mean[...] * jnp.exp(shift[:, :1]) + part
+    scratch.sums[...] = scratch.sums[...] * jnp.exp(shift[:, :1]) + part
+
+    @pl.when(j == cut.blocks - 1)
+    def _leave():
+        total = jnp.sum(running.total[...], axis=1, keepdims=True)
+        out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
+
+
+CHUNK_ROWS = 128
+
+
+def chunk_rows(block_n: int) -> int:
+    """Tokens whose targets are collected together: a power of 2 that divides the block."""
+    return min(CHUNK_ROWS, block_n & -block_n)
+
+
+def _collect_targets(head: HeadRefs, chunks: Ranges, own: Any, j: Any, cut: Cut) -> None:
+    """Adds to each token the column of its target, where it stands in this block: an exact product with 0 and 1.
+
+    The tokens are sorted by their targets: a chunk of them meets few sub-tiles, and each sub-tile few chunks.
+    """
+    rows = chunk_rows(cut.block_n)
+    first_chunk = (pl.program_id(1) * cut.cores + pl.program_id(0)) * (cut.block_n // rows)
+    for k in range(cut.block_n // rows):
+        place = slice(k * rows, (k + 1) * rows)
+        column = head.targets[place] - j * cut.block_v
+        lowest, highest = (x[first_chunk + k] - j * cut.block_v for x in (chunks.first, chunks.last))
+
+        def collect(sub: Any, carry: None, place: slice = place, column: Array = column) -> None:
+            start = pl.multiple_of(sub * SUB_COLUMNS, SUB_COLUMNS)
+            columns = pl.ds(start, SUB_COLUMNS)
+            w = head.lm_head[:, columns] if cut.v_axis else head.lm_head[columns, :]
+            is_own = lax.broadcasted_iota(jnp.int32, (rows, SUB_COLUMNS), 1) == column - start
+            part = product(is_own.astype(w.dtype), w, (1, cut.v_axis), cut.dtype, cut.options)
+            own[place] += part.astype(own.dtype)
+
+        begin = jnp.maximum(lowest, 0) // SUB_COLUMNS
+        end = (jnp.clip(highest, -1, cut.block_v - 1) + SUB_COLUMNS) // SUB_COLUMNS
+        lax.fori_loop(begin, end, collect, None)
 
 
 def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut, columns: int, targets: bool) -> None:
