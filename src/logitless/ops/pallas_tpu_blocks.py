@@ -71,3 +71,16 @@ def blocks_of(kernel: str, hidden: jax.Array, lm_head: jax.Array, options: HeadO
     n = options.block_n or (512 if kernel == "backward" else 1024)
     n = min(n, -(-hidden.shape[0] // 16) * 16)
     return Blocks(n, options.block_v or 2048, 120 * 2**20)
+
+
+def share_with_targets(kernel: str, grid: tuple[int, ...]) -> float | None:
+    """The largest share of a forward kernel's steps that meet a target, tokens sorted by target; None for another.
+
+    Going through the sorted tokens, each step goes on by a block of tokens or by one of the vocabulary: there are no
+    more pairs that meet than there are blocks of both. The last block of the vocabulary has a branch of its own.
+    """
+    if not any(part in kernel for part in ("logitless_forward", "logitless_sweep")) or len(grid) != 3:
+        return None
+    cores, blocks_n, blocks_v = grid
+    tokens = cores * blocks_n
+    return min(1.0, (tokens + blocks_v - 1) / (tokens * blocks_v))
