@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
+from logitless.ops.api import LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
 from logitless.ops.types import Layout
-from problems import equations, fixture_f
+from problems import HERE, equations, fixture_f
 
 pytestmark = pytest.mark.usefixtures("x64")
-every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every = pytest.mark.parametrize("implementation", HERE)
 BIAS = np.array([0.3, -0.2, 0.0, 0.5, -1.0])
 
 LOGPROBS = [[-0.70239081, -2.71926404, -2.13514837], [-1.61467381, -1.40126372, -3.21403343]]
