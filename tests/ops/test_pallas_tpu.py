@@ -1,9 +1,12 @@
 """The TPU kernels in JAX's simulation of a TPU: every option, size and dtype within its budget of error, no race."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.types import OUTPUT_NAMES
 from problems import SIZES
 from tpu_interpreter import INPUTS, SCALARS, Case, Given, check, given, run
@@ -12,6 +15,7 @@ slow = pytest.mark.slow
 RAGGED = (37, 24, 301)
 # Its head leaves the chip by the kernel's own copies, which take whole registers of columns.
 STAGED = (37, 24, 640)
+FLATTER = {"logit_scale": 0.3}
 
 
 def with_impossible_columns(given: Given, *spans: tuple[int, int], targets: bool = False) -> Given:
@@ -21,7 +25,8 @@ def with_impossible_columns(given: Given, *spans: tuple[int, int], targets: bool
     moved = p.targets
     if not targets:
         free = np.setdiff1d(np.arange(p.lm_head.shape[0]), columns)
-        moved = jnp.where(np.isin(p.targets, columns), jnp.asarray(free[: len(p.targets)], p.targets.dtype), p.targets)
+        other = jnp.asarray(np.resize(free, p.targets.shape), p.targets.dtype)
+        moved = jnp.where(np.isin(p.targets, columns), other, p.targets)
     return given.replace(bias=p.bias.at[columns].set(-jnp.inf), targets=moved)
 
 
@@ -130,13 +135,17 @@ def test_mixed_dtypes(hidden, lm_head, layout):
 @pytest.mark.parametrize("layout", ["VD", pytest.param("DV", marks=slow)])
 def test_logits_rounded_to_bfloat16(layout):
     problem = in_eighths(given(*RAGGED, "float32", "bias"))
-    rounded = check(Case(layout=layout, logits_dtype="bfloat16"), problem)
+    case = Case(layout=layout, logits_dtype="bfloat16")
+    # JAX's own gradient would round the gradient of the logits as well.
+    rounded = check(case, problem, reference=linear_token_stats_chunked)
+    check(replace(case, wrt=()), problem)
     assert not np.allclose(rounded["lse"], run(Case(layout=layout, wrt=()), problem)["lse"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("used", [*[(name,) for name in OUTPUT_NAMES], ("lse", "mean_logits")], ids=str)
 def test_a_cotangent_of_one_statistic(used):
-    check(Case(used=used, layout="DV"), given(*RAGGED, "float32", "bias", "mask", scalars={"temperature": 0.7}))
+    # Flatter, for 1 - p of 1e-18 is beyond the oracle too, and nothing else in a row covers it.
+    check(Case(used=used, layout="DV"), given(*RAGGED, "float32", "bias", "mask", scalars=FLATTER))
 
 
 @slow
@@ -171,7 +180,7 @@ def test_what_is_frozen_is_left_out(wrt, size, layout):
     assert set(out) == {*OUTPUT_NAMES, *(f"d_{name}" for name in wrt)}
 
 
-@pytest.mark.parametrize("scalars", [{}, pytest.param({"softcap": 20.0, "temperature": 0.7}, marks=slow)], ids=str)
+@pytest.mark.parametrize("scalars", [FLATTER, pytest.param({"softcap": 10.0, **FLATTER}, marks=slow)], ids=str)
 @pytest.mark.parametrize("targets", [False, True], ids=["", "targets among them"])
 def test_blocks_of_the_vocabulary_that_are_minus_inf(targets, scalars):
     """The first, one between, the last, and all three: one program."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -52,8 +53,17 @@ def linear_token_stats_pallas_tpu(
 def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     """The same kernels in JAX's simulation of a TPU, on any device."""
 
-    def interpret(*args: Any) -> TokenStats:
-        return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
+    def interpret(
+        hidden: Float[Array, "N D"],
+        lm_head: Float[Array, "..."],
+        bias: Float[Array, " V"] | None,
+        targets: Int[Array, " N"],
+        mask: Bool[Array, " N"] | None,
+        scalars: LogitScalars,
+        options: HeadOptions,
+    ) -> TokenStats:
+        simulated = replace(options, interpret=options.interpret or pltpu.InterpretParams())
+        return run(hidden, lm_head, bias, targets, mask, scalars, simulated)
 
     return interpret
 
@@ -146,21 +156,29 @@ def _call(
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
     """
     specs, shapes = out
-    call = pl.pallas_call(
-        functools.partial(kernel, cut=cut),
-        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
-        in_specs=in_specs,
-        out_specs=[specs],
-        out_shape=[shapes],
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=cut.vmem_bytes,
-        ),
-        name=f"logitless_{name}",
-        interpret=cut.options.interpret or False,
-    )
-    return lambda *args: call(*args)[0]
+
+    def run(blocks: Any, *args: Any) -> Any:
+        of_core = (-(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.blocks_of_core, blocks)
+        call = pl.pallas_call(
+            functools.partial(kernel, cut=cut),
+            grid=(cut.cores, *of_core),
+            in_specs=in_specs,
+            out_specs=[specs],
+            out_shape=[shapes],
+            scratch_shapes=scratch,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=cut.vmem_bytes,
+            ),
+            name=f"logitless_{name}",
+            interpret=cut.options.interpret or False,
+        )
+        return call(*args)[0]
+
+    # One of a batch after the other: a batched grid would have an axis more than the kernels know of.
+    if isinstance(blocks, int):
+        return sequential_vmap(functools.partial(run, blocks))
+    return functools.partial(sequential_vmap(run), blocks)
 
 
 def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
