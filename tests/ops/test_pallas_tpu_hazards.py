@@ -75,7 +75,7 @@ def two_cores(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "layout", "dma"),
     [
-        ((75, 24, 700), "VD", "on_wait"),
+        ((45, 24, 700), "VD", "on_wait"),
         ((64, 24, 512), "DV", "eager"),
         *[
             pytest.param((n, 24, v), layout, dma, marks=slow)
@@ -94,14 +94,20 @@ def two_cores(monkeypatch):
 def test_two_cores_with_odd_and_even_numbers_of_blocks(two_cores, size, layout, dma):
     case = Case(layout=layout, dma=dma, cores=2)
     problem = given(*size, "float32", "bias", "mask", scalars=SCALARS)
-    for count in (0, 16, size[0]):
-        check(case, first_tokens(problem, count, "mask"))
+    # The simulated cores wait for each other in turns: a run takes as long as ten of one core.
+    check(case, first_tokens(problem, size[0] - 9, "mask"))
+
+
+@slow
+def test_two_cores_with_few_tokens_or_none(two_cores):
+    for count in (0, 3, 20):
+        check(Case(cores=2), first_tokens(given(75, 24, 700, "float32", "bias", "mask"), count, "mask"))
 
 
 @pytest.mark.parametrize(
     ("wrt", "v"),
     [
-        (("hidden",), 700),
+        (("hidden",), 300),
         pytest.param(("hidden",), 512, marks=slow),
         pytest.param(("lm_head",), 700, marks=slow),
         pytest.param(("bias",), 700, marks=slow),
@@ -111,7 +117,7 @@ def test_two_cores_with_odd_and_even_numbers_of_blocks(two_cores, size, layout, 
 def test_two_cores_for_some_gradients(two_cores, wrt, v):
     case = Case(cores=2, wrt=wrt)
     problem = given(75, 24, v, "bfloat16", "bias")
-    for count in (0, 33, 75):
+    for count in (33,) if v == 300 else (0, 75):
         check(case, first_tokens(problem, count, "cotangents"))
 
 
