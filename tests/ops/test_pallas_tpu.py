@@ -120,6 +120,8 @@ def test_float64(x64, layout):
     ("hidden", "lm_head", "layout"),
     [
         ("bfloat16", "float32", "DV"),
+        # The bias alone in float32: its gradient is summed before any cast.
+        ("bfloat16", "bfloat16", "VD"),
         pytest.param("float32", "bfloat16", "VD", marks=slow),
         pytest.param("bfloat16", "float32", "VD", marks=slow),
         pytest.param("float32", "bfloat16", "DV", marks=slow),
@@ -129,7 +131,8 @@ def test_mixed_dtypes(hidden, lm_head, layout):
     problem = given(*RAGGED, "float32", "bias")
     head = problem.problem.lm_head.astype(lm_head)
     out = check(Case(layout=layout), problem.replace(hidden=problem.problem.hidden.astype(hidden), lm_head=head))
-    assert out["d_hidden"].dtype == hidden and out["d_lm_head"].dtype == lm_head and out["d_bias"].dtype == "float32"
+    assert out["d_hidden"].dtype == hidden and out["d_lm_head"].dtype == lm_head
+    assert out["d_bias"].dtype == "float32"
 
 
 @pytest.mark.parametrize("layout", ["VD", pytest.param("DV", marks=slow)])
@@ -264,3 +267,16 @@ def test_a_token_of_probability_0_999_keeps_its_gradient(dtype, layout):
     close = {"rtol": 2 * eps, "atol": 2 * eps * missing}
     np.testing.assert_allclose(out["d_hidden"][0].astype(np.float64), d_logits @ head, **close)
     np.testing.assert_allclose(d_lm_head[:, 0].astype(np.float64), d_logits * 10.5, rtol=2 * eps + 1e-5)
+
+
+def test_targets_at_the_edges_of_blocks_of_the_vocabulary():
+    """Blocks of tokens that have one target each: the first and the last column of a block, and of the vocabulary."""
+    edges = np.repeat([0, 255, 256, 511, 512, 699], 16)
+    problem = given(96, 24, 700, "float32")
+    check(Case(wrt=()), problem.replace(targets=jnp.asarray(edges, jnp.int32)))
+
+
+def test_a_bias_whose_exponential_overflows_leaves_empty_places_at_zero():
+    """In a place without a token its logit is the bias itself, and the exponential of that times 0 is no zero."""
+    problem = given(37, 24, 301, "float32", "bias")
+    check(Case(dma="eager"), problem.replace(bias=problem.problem.bias.at[7].set(200.0)))

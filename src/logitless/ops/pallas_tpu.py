@@ -175,10 +175,23 @@ def _call(
         )
         return call(*args)[0]
 
-    # One of a batch after the other: a batched grid would have an axis more than the kernels know of.
     if isinstance(blocks, int):
-        return sequential_vmap(functools.partial(run, blocks))
-    return functools.partial(sequential_vmap(run), blocks)
+        return _once(functools.partial(run, blocks))
+    return functools.partial(_once(run), blocks)
+
+
+def _once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A run of a kernel that a batch makes one after the other, and that refuses to be differentiated."""
+    # A batched grid would have an axis more than the kernels know of.
+    run = jax.custom_jvp(sequential_vmap(run))
+
+    @run.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "linear_token_stats: implementation 'pallas_tpu' has no second derivative; use implementation='reference'"
+        )
+
+    return run
 
 
 def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
