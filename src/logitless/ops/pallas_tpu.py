@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -56,8 +57,17 @@ def linear_token_stats_pallas_tpu(
 def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     """The same kernels in JAX's simulation of a TPU, on any device."""
 
-    def interpret(*args: Any) -> TokenStats:
-        return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
+    def interpret(
+        hidden: Float[Array, "N D"],
+        lm_head: Float[Array, "..."],
+        bias: Float[Array, " V"] | None,
+        targets: Int[Array, " N"],
+        mask: Bool[Array, " N"] | None,
+        scalars: LogitScalars,
+        options: HeadOptions,
+    ) -> TokenStats:
+        simulated = replace(options, interpret=options.interpret or pltpu.InterpretParams())
+        return run(hidden, lm_head, bias, targets, mask, scalars, simulated)
 
     return interpret
 
@@ -72,7 +82,7 @@ class _Others(NamedTuple):
     """
 
     mean: Float[Array, "K D"]
-    own: Float[Array, "K D"]
+    own: Float[Array, "L D"]
     slots: Int[Array, " N"]
 
 
@@ -201,20 +211,28 @@ def _call(
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
     """
     specs, shapes = out
-    return pl.pallas_call(
-        functools.partial(kernel, cut=cut),
-        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
-        in_specs=in_specs,
-        out_specs=specs,
-        out_shape=shapes,
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=cut.vmem_bytes,
-        ),
-        name=f"logitless_{name}",
-        interpret=cut.options.interpret or False,
-    )
+
+    def run(blocks: Any, *args: Any) -> Any:
+        of_core = (-(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.blocks_of_core, blocks)
+        return pl.pallas_call(
+            functools.partial(kernel, cut=cut),
+            grid=(cut.cores, *of_core),
+            in_specs=in_specs,
+            out_specs=specs,
+            out_shape=shapes,
+            scratch_shapes=scratch,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=cut.vmem_bytes,
+            ),
+            name=f"logitless_{name}",
+            interpret=cut.options.interpret or False,
+        )(*args)
+
+    # A batch runs one after the other: a batched grid would have an axis more than the kernels know of.
+    if isinstance(blocks, int):
+        return sequential_vmap(functools.partial(run, blocks))
+    return functools.partial(sequential_vmap(run), blocks)
 
 
 def _spec(
@@ -271,7 +289,7 @@ def _run_forward(refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: An
 
 def _run_sweep(
     refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]
-) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "K D"]]]:
+) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "L D"]]]:
     """The same, and for each token the mean of the head's other columns, and in the layout DV its target's column."""
     (places, d), specs = refs.hidden.shape, _specs(refs, cut, True)
     common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
