@@ -17,12 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
+from logitless.ops.pallas_tpu_vmem import LANES, SUB_COLUMNS
 from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
-
-LANES = 128
-SUB_COLUMNS = 256
 
 
 class HeadRefs(NamedTuple):
