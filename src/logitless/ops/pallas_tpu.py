@@ -82,12 +82,12 @@ def _backward(
         kernels = backward_kernels(inputs.hidden, inputs.lm_head, options)
     found = Gradients(None, None, None)
     for kernel in kernels:
-        some = _gradients(kernel, residuals, d_stats, active, options)
+        some = gradients_by(kernel, residuals, d_stats, active, options)
         found = Gradients(*(new if old is None else old for old, new in zip(found, some, strict=True)))
     return found
 
 
-def _gradients(
+def gradients_by(
     kernel: str, residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
 ) -> Gradients:
     """The wanted gradients that a kernel makes."""

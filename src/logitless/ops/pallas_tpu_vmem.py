@@ -117,7 +117,7 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
     rows, columns = problem.padded() * block_n, problem.padded() * block_v
     # One number a token or a column still fills a register's lanes or rows.
     per_token, per_column = block_n * LANES * wide, 8 * block_v * wide
-    tile, sub_tile = block_n * block_v, block_n * SUB_COLUMNS * wide
+    tile = block_n * block_v
     found = {
         "hidden states": _BUFFERS * rows * narrow,
         "block of the head": _BUFFERS * columns * head,
@@ -140,14 +140,20 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
             found["gradient of the head"] = columns * wide + _BUFFERS * leaving * head + _BUFFERS * per_column
         if kernel == "backward":
             found["gradient of the hidden states"] = RING * rows * wide
-    found["the compiler's own"] = _compilers_own(kernel, problem, block_v // SUB_COLUMNS, sub_tile)
+    found["the compiler's own"] = _compilers_own(kernel, problem, block_n, block_v // SUB_COLUMNS)
     return found
 
 
-def _compilers_own(kernel: str, problem: HeadProblem, sub_tiles: int, sub_tile: int) -> int:
+def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: int) -> int:
     """Logits on their way through registers: fitted to what libtpu takes, from above."""
+    sub_tile = block_n * SUB_COLUMNS * problem.sums.itemsize
     kept = sub_tiles + 4 if kernel == "forward" else 8
-    return (kept + 2 * problem.statistics) * sub_tile + MIB // 2
+    taken = (kept + 2 * problem.statistics) * sub_tile + MIB // 2
+    if problem.common.itemsize > 2:
+        # A product in float32 is one of several parts of each operand.
+        d, columns = problem.padded(), SUB_COLUMNS if kernel == "forward" else sub_tiles * SUB_COLUMNS
+        taken += 8 * (d * (block_n + SUB_COLUMNS) + block_n * columns)
+    return taken
 
 
 def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, block_v: int, tokens: int) -> float:
