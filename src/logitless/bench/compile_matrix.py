@@ -68,7 +68,9 @@ class CompileConfig:
     def __post_init__(self) -> None:
         if not cells_of(self):
             raise BenchError("plan compile config: no cell; give chips, hidden_sizes, vocab_sizes and layouts")
-        for chip, _, _, _ in cells_of(self):
+        for chip, d, v, _ in cells_of(self):
+            if min(d, v, self.tokens) < 1:
+                raise BenchError(f"plan compile config: D={d}, V={v}, tokens={self.tokens}; each must be above 0")
             if topology(chip).shape is not None or topology(chip).chip.platform != "tpu":
                 raise BenchError(f"plan compile config: chip {chip!r}; give single TPUs: {', '.join(CHIPS)}")
 
@@ -135,7 +137,7 @@ def compile_cell(config: CompileConfig, cell: tuple[str, int, int, Layout]) -> d
     options = HeadOptions(layout, platform="tpu", device_kind=topology(chip).chip.device_kind)
     try:
         # As the program itself will choose them.
-        blocks: Any = chosen_blocks(hidden, lm_head, options)  # pyright: ignore[reportArgumentType]
+        blocks = chosen_blocks(hidden, lm_head, options)
     except ValueError as error:
         return about | empty | {"verdict": "refused", "reason": str(error)}
     about["blocks"] = {kernel: [x.block_n, x.block_v] for kernel, x in blocks.items()}

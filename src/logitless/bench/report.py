@@ -1,8 +1,8 @@
 """Shows the records of a bench: a table on the terminal, sentences, and the tables and plots of the README.
 
 `logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
-table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan) from `results/NAME.jsonl`, and
-draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
+table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from `results/NAME.jsonl` (`plan:NAME` for a plan,
+`compile:NAME` for what compiles), and draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from logitless._files import replace_file
+from logitless.bench.compile_matrix import compile_markdown
 from logitless.bench.errors import BenchError
 from logitless.bench.plan_report import LOSSES, plan_markdown
 from logitless.bench.records import latest_run, read_records
@@ -21,7 +22,9 @@ from logitless.bench.units import duration, factor, markdown, size
 
 Record = dict[str, Any]
 
-MARKED = re.compile(r"(<!-- (?P<kind>bench|plan):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (?P<kind>bench|plan|compile):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL
+)
 USAGE = "usage: logitless bench report [README.md [results]]"
 
 
@@ -207,15 +210,19 @@ def with_tables(text: str, results: Path) -> str:
     Raises:
         BenchError: a marker has no end or its record is missing.
     """
-    opened = re.findall(r"<!-- ((?:bench|plan):[\w.-]+) -->", text)
+    opened = re.findall(r"<!-- ((?:bench|plan|compile):[\w.-]+) -->", text)
     closed = [f"{match['kind']}:{match['name']}" for match in MARKED.finditer(text)]
     if opened != closed:
         missing = next(name for name in opened if opened.count(name) != closed.count(name))
         raise BenchError(f"<!-- {missing} --> has no <!-- /{missing} --> after it")
 
     def table(match: re.Match[str]) -> str:
-        records = latest_run(read_records(results / f"{match['name']}.jsonl"))
-        return match[1] + (markdown_table if match["kind"] == "bench" else plan_markdown)(records) + match[4]
+        records = read_records(results / f"{match['name']}.jsonl")
+        if match["kind"] == "compile":
+            return match[1] + compile_markdown(records) + match[4]
+        return (
+            match[1] + (markdown_table if match["kind"] == "bench" else plan_markdown)(latest_run(records)) + match[4]
+        )
 
     return MARKED.sub(table, text)
 

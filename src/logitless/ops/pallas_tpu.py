@@ -283,7 +283,8 @@ def _run_backward(
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]
-    run = _call(backward_kernel, "backward", blocks, cut, in_specs, (out_specs, shapes), (scratch,), by_tokens=False)
+    name, out = "backward" if ring else "d_lm_head", (out_specs, shapes)
+    run = _call(backward_kernel, name, blocks, cut, in_specs, out, (scratch,), by_tokens=False)
     d_hidden, d_lm_head, d_bias = run(refs, terms)
     if d_hidden is not None:
         d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +15,7 @@ from logitless.ops.pallas_tpu_vmem import (
     ROWS,
     SUB_COLUMNS,
     HeadProblem,
+    Shaped,
     TpuChip,
     chip_of,
     seconds_of,
@@ -104,7 +104,7 @@ class Blocks:
     cores: int = 1
 
 
-def blocks_of(kernel: str, hidden: jax.Array, lm_head: jax.Array, options: HeadOptions) -> Blocks:
+def blocks_of(kernel: str, hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> Blocks:
     """The block sizes of a kernel, given or chosen; nothing is searched or timed when a program is traced.
 
     Args:
@@ -125,7 +125,7 @@ def blocks_of(kernel: str, hidden: jax.Array, lm_head: jax.Array, options: HeadO
     raise ValueError(_refusal(kernel, problem, chip, options))
 
 
-def backward_kernels(hidden: jax.Array, lm_head: jax.Array, options: HeadOptions) -> tuple[str, ...]:
+def backward_kernels(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> tuple[str, ...]:
     """The kernels that make both gradients: one, or two where one does not fit or is slowed down by small blocks."""
     problem, chip = HeadProblem.of(hidden, lm_head, options), chip_of(options.device_kind)
 
@@ -138,7 +138,7 @@ def backward_kernels(hidden: jax.Array, lm_head: jax.Array, options: HeadOptions
     return ("backward",) if together <= apart and together < float("inf") else ("d_lm_head", "d_hidden")
 
 
-def chosen_blocks(hidden: jax.Array, lm_head: jax.Array, options: HeadOptions) -> dict[str, Blocks]:
+def chosen_blocks(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> dict[str, Blocks]:
     """By the name of each kernel of a loss and both its gradients."""
     kernels = ("forward", *backward_kernels(hidden, lm_head, options))
     return {kernel: blocks_of(kernel, hidden, lm_head, options) for kernel in kernels}

@@ -19,6 +19,9 @@ RING = 3
 STAGED_COLUMNS = 256
 
 MIB = 2**20
+
+Shaped = jax.Array | jax.ShapeDtypeStruct
+"""What has a shape and a dtype, which is all that is asked of it here."""
 _BUFFERS = 2
 """Of a block that the pipeline moves: one is copied while the other is used."""
 
@@ -84,7 +87,7 @@ class HeadProblem:
     statistics: int = 0
 
     @classmethod
-    def of(cls, hidden: jax.Array, lm_head: jax.Array, options: HeadOptions) -> "HeadProblem":
+    def of(cls, hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> "HeadProblem":
         vocab, statistics = lm_head.shape[options.layout.index("V")], {"entropy", "mean_logits"} & {*options.outputs}
         tokens, hidden_size = hidden.shape
         return cls(tokens, hidden_size, vocab, hidden.dtype, lm_head.dtype, len(statistics))
@@ -147,7 +150,7 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
 def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: int) -> int:
     """Logits on their way through registers: fitted to what libtpu takes, from above."""
     sub_tile = block_n * SUB_COLUMNS * problem.sums.itemsize
-    kept = sub_tiles + 4 if kernel == "forward" else 8
+    kept = sub_tiles + 4 if kernel == "forward" else 6 + sub_tiles // 2
     taken = (kept + 2 * problem.statistics) * sub_tile + MIB // 2
     if problem.common.itemsize > 2:
         # A product in float32 is one of several parts of each operand.
@@ -163,7 +166,7 @@ def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, b
     the products' time slow them down (`logitless.plan.calibration`).
     """
     narrow, head, wide = (x.itemsize for x in (problem.hidden_dtype, problem.head_dtype, problem.sums))
-    d, row_blocks, column_blocks = problem.padded(), -(-tokens // block_n), -(-problem.vocab // block_v)
+    d, row_blocks, column_blocks = problem.padded(), max(1, -(-tokens // block_n)), -(-problem.vocab // block_v)
     by_tokens = kernel not in ("backward", "d_lm_head")
     if by_tokens:
         row_blocks = -(-row_blocks // chip.cores) * chip.cores
