@@ -11,6 +11,7 @@ from logitless import linear_logprobs
 from logitless._arrays import tracing_for
 from logitless.heads import HEADS
 from logitless.ops import pallas_tpu_blocks
+from logitless.ops.choice import auto_token_stats
 from logitless.ops.pallas_tpu_blocks import USABLE, backward_kernels, blocks_of, chosen_blocks, fits, read_table
 from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, vmem_of
 from logitless.ops.types import HeadOptions
@@ -46,7 +47,8 @@ def on(chip, **options):
 
 
 def sizes(kernel, problem, options):
-    blocks = blocks_of(kernel, *problem, options)
+    hidden, lm_head = problem
+    blocks = blocks_of(kernel, hidden, lm_head, options)
     return blocks.block_n, blocks.block_v
 
 
@@ -79,7 +81,7 @@ def test_every_known_head_has_blocks_that_fit_and_that_are_whole_tiles(chip):
             block_n, block_v = sizes(kernel, arrays(n, head.hidden_size, head.vocab_size), on(chip))
             assert block_n % 16 == 0 and block_v % 256 == 0 and block_n <= -(-n // 16) * 16
             taken = sum(vmem_of(kernel, problem, block_n, block_v).values())
-            assert taken <= USABLE * CHIPS[chip].vmem_bytes
+            assert taken <= USABLE * chip_of(KINDS[chip]).vmem_bytes
 
 
 def test_large_blocks_where_reading_the_head_again_would_be_slow():
@@ -144,6 +146,15 @@ def test_a_head_too_large_for_any_block_is_refused_with_its_bytes():
     said = str(caught.value)
     assert "D = 8192, V = 151936 on a v4" in said and "where 15 can be used" in said
     assert "block of the head 8.00" in said and "implementation='chunked'" in said
+
+
+def test_auto_takes_the_kernels_where_the_head_has_room_and_chunked_where_not():
+    for chip, d, chosen in (("v4", 4096, "pallas_tpu"), ("v4", 8192, "chunked"), ("v6e", 8192, "pallas_tpu")):
+        found = []
+        jax.eval_shape(
+            lambda *x, chip=chip, found=found: found.append(auto_token_stats(x, on(chip))), *arrays(8, d, 32_000)
+        )
+        assert found == [chosen]
 
 
 def test_the_door_says_so_too():

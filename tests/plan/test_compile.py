@@ -85,7 +85,7 @@ def test_a_page_takes_the_table_of_all_cells(tmp_path, without_a_compiler):
     compile_matrix.run_compile(config)
     page = with_tables("a\n<!-- compile:matrix -->\nold\n<!-- /compile:matrix -->\nb\n", tmp_path)
     assert "old" not in page and page.startswith("a\n") and page.endswith("b\n")
-    assert "| v6e | 64 | 1000 | DV | 1 | compiled | forward " in page and "4 cells: 4 compiled." in page
+    assert "| v6e | 64 | 1000 DV VD | 1 | compiled | forward " in page and "4 cells: 4 compiled." in page
     assert "compiler estimate, not a measurement" in page
     assert compile_markdown(read_records(tmp_path / "matrix.jsonl")) in page
 

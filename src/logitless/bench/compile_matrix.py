@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -183,35 +183,47 @@ def _blocks(record: dict[str, Any]) -> str:
     return ", ".join(f"{kernel} {n} x {v}" for kernel, (n, v) in record["blocks"].items())
 
 
-HEADERS = ("chip", "D", "V", "layout", "jax", "verdict", "blocks", "VMEM, MiB", "schedule", "whole program", "temp")
+HEADERS = ("chip", "D", "V and layout", "jax", "verdict", "blocks", "VMEM, MiB", "schedule", "whole program", "temp")
 
 
 def compile_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """The table of every cell that was tried, its caption below."""
-    order = sorted(records, key=lambda x: (CHIPS.index(x["chip"]), x["hidden_size"], x["vocab_size"], x["layout"]))
+    """The table of every cell that was tried, its caption below; cells with the same blocks share a row."""
+    order = sorted(
+        records, key=lambda x: (CHIPS.index(x["chip"]), x["hidden_size"], x["vocab_size"], x["layout"], _versions(x))
+    )
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for x in order:
+        rows.setdefault((x["chip"], x["hidden_size"], x["verdict"], _blocks(x)), []).append(x)
     counts = {word: sum(x["verdict"] == word for x in records) for word in ("compiled", "refused", "failed")}
     about = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
     first = records[0]
     return (
-        f"{markdown([HEADERS, *_rows(order)])}\n\n{len(records)} cells: {about}. N = {first['tokens']}, "
-        f"{first['dtype']}, log-probabilities and both gradients. VMEM, temporaries: exact. Times: {ESTIMATE}; see "
-        "docs/planning.md.\n"
+        f"{markdown([HEADERS, *map(_cells, rows.values())])}\n\n{len(records)} cells: {about}. N = {first['tokens']}, "
+        f"{first['dtype']}, log-probabilities and both gradients; VMEM, times and temporaries are those of the last V "
+        f"of a row. VMEM, temporaries: exact. Times: {ESTIMATE}; see docs/planning.md.\n"
     )
 
 
-def _rows(records: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    for x in records:
-        kernels, done = x["kernels"], x["verdict"] == "compiled"
-        yield (
-            x["chip"],
-            str(x["hidden_size"]),
-            str(x["vocab_size"]),
-            x["layout"],
-            x["versions"]["jax"],
-            x["verdict"] if done else f"{x['verdict']}: {x['reason']}",
-            _blocks(x),
-            ", ".join(f"{k['vmem_bytes'] / MIB:.0f}" for k in kernels),
-            " + ".join(duration(k["schedule_ms"]) for k in kernels),
-            duration(x["expected_ms"]) if x["expected_ms"] is not None else "",
-            size(x["temp_bytes"]) if done else "",
-        )
+def _versions(record: dict[str, Any]) -> str:
+    return record["versions"]["jax"]
+
+
+def _cells(records: list[dict[str, Any]]) -> tuple[str, ...]:
+    """A row: cells of one chip, D, verdict and blocks."""
+    x = records[-1]
+    kernels, done = x["kernels"], x["verdict"] == "compiled"
+    layouts: dict[int, list[str]] = {}
+    for record in records:
+        layouts.setdefault(record["vocab_size"], []).append(record["layout"])
+    return (
+        x["chip"],
+        str(x["hidden_size"]),
+        ", ".join(f"{v} {' '.join(dict.fromkeys(found))}" for v, found in layouts.items()),
+        ", ".join(dict.fromkeys(map(_versions, records))),
+        x["verdict"] if done else f"{x['verdict']}: {x['reason']}",
+        _blocks(x),
+        ", ".join(f"{k['name']} {k['vmem_bytes'] / MIB:.0f}" for k in kernels),
+        " + ".join(duration(k["schedule_ms"]) for k in kernels),
+        duration(x["expected_ms"]) if x["expected_ms"] is not None else "",
+        size(x["temp_bytes"]) if done else "",
+    )

@@ -138,6 +138,14 @@ def backward_kernels(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> t
     return ("backward",) if together <= apart and together < float("inf") else ("d_lm_head", "d_hidden")
 
 
+def has_room(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> bool:
+    """Whether the smallest blocks of every kernel fit, however many tokens there are."""
+    vocab, d = lm_head.shape[options.layout.index("V")], hidden.shape[-1]
+    problem = HeadProblem(1, d, vocab, hidden.dtype, lm_head.dtype)
+    chip = chip_of(options.device_kind)
+    return all(fits(kernel, problem, chip, ROWS, SUB_COLUMNS) for kernel in ("forward", "d_lm_head", "d_hidden"))
+
+
 def chosen_blocks(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> dict[str, Blocks]:
     """By the name of each kernel of a loss and both its gradients."""
     kernels = ("forward", *backward_kernels(hidden, lm_head, options))
