@@ -150,12 +150,13 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
 def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: int) -> int:
     """Logits on their way through registers: fitted to what libtpu takes, from above."""
     sub_tile = block_n * SUB_COLUMNS * problem.sums.itemsize
-    kept = sub_tiles + 4 if kernel == "forward" else 6 + sub_tiles // 2
+    # The more so the longer the sums of a product are, and most on chips that cannot keep them in the matrix units.
+    kept = 8 + -(-problem.hidden_size // 1024)
     taken = (kept + 2 * problem.statistics) * sub_tile + MIB // 2
     if problem.common.itemsize > 2:
         # A product in float32 is one of several parts of each operand.
         d, columns = problem.padded(), SUB_COLUMNS if kernel == "forward" else sub_tiles * SUB_COLUMNS
-        taken += 8 * (d * (block_n + SUB_COLUMNS) + block_n * columns)
+        taken += 10 * (d * (block_n + SUB_COLUMNS) + block_n * columns)
     return taken
 
 
