@@ -17,7 +17,7 @@ from logitless.bench.errors import BenchError
 from logitless.bench.records import commit_of_package, read_records, results_folder
 from logitless.bench.units import duration, markdown, size
 from logitless.ops.api import linear_logprobs
-from logitless.ops.pallas_tpu_blocks import chosen_blocks
+from logitless.ops.pallas_tpu_blocks import chosen_blocks, share_with_targets
 from logitless.ops.types import HeadOptions
 from logitless.plan import ProgramPlan, plan_function, topology
 from logitless.plan.compiler import versions
@@ -146,7 +146,9 @@ def compile_cell(config: CompileConfig, cell: tuple[str, int, int, Layout]) -> d
         return linear_logprobs(hidden, lm_head, targets, layout=layout, implementation="pallas_tpu").sum()
 
     args = (hidden, lm_head, shape((config.tokens,), jnp.int32))
-    plan = plan_function(jax.value_and_grad(loss, (0, 1)), args, chip, timeout_s=config.timeout_s)
+    plan = plan_function(
+        jax.value_and_grad(loss, (0, 1)), args, chip, timeout_s=config.timeout_s, data_shares=share_with_targets
+    )
     took = {"seconds": round(time.monotonic() - start, 1), "cached": plan.cached}
     verdict = "compiled" if plan.temp_bytes is not None else "failed"
     return empty | about | _figures(plan) | took | {"verdict": verdict, "reason": plan.reason}

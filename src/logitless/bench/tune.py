@@ -19,7 +19,7 @@ from logitless.bench.errors import BenchError
 from logitless.heads import HEADS, Head
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import gradients_by, linear_token_stats_pallas_tpu
-from logitless.ops.pallas_tpu_blocks import TABLE, Blocks, fits, ranked_blocks
+from logitless.ops.pallas_tpu_blocks import TABLE, Blocks, fits, ranked_blocks, share_with_targets
 from logitless.ops.pallas_tpu_vmem import HeadProblem, chip_of
 from logitless.ops.softmax import Normaliser
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
@@ -158,7 +158,7 @@ def _plan(programs: Programs, chip: str, timeout_s: float) -> dict[tuple[int, in
     """Time that a chip is expected to take, of the kernel alone, and its schedule; of those that compile."""
     found = {}
     for sizes, (fn, args) in programs.items():
-        plan = plan_function(fn, args, chip, timeout_s=timeout_s)
+        plan = plan_function(fn, args, chip, timeout_s=timeout_s, data_shares=share_with_targets)
         if plan.kernels:
             kernel = plan.kernels[0]
             expected = expected_kernel_ms(kernel.schedule_ms, kernel.dma_ms)

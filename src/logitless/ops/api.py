@@ -24,6 +24,7 @@ from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
 from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
 from logitless.ops.pallas_tpu import interpreted, linear_token_stats_pallas_tpu
+from logitless.ops.pallas_tpu_logits import token_stats_pallas_tpu
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
 from logitless.ops.types import (
     HeadOptions,
@@ -46,6 +47,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
 LOGITS_IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
     "reference": token_stats_reference,
     "chunked": token_stats_chunked,
+    "pallas_tpu": token_stats_pallas_tpu,
+    "pallas_tpu_interpret": interpreted(token_stats_pallas_tpu),
 }
 """Logits to `TokenStats`: one signature, `(logits, targets, mask, scalars, options)`."""
 
@@ -383,7 +386,7 @@ def token_stats(
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
     options = check_options(name, outputs, "DV", None, block_sizes, None)
-    chosen = "chunked" if implementation == "auto" else implementation
+    chosen = auto_token_stats((logits,), options) if implementation == "auto" else implementation
     check_choice(name, chosen, LOGITS_IMPLEMENTATIONS, sharding, (logits, targets), options)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(logits.dtype), options)

@@ -16,10 +16,11 @@ PALLAS, INTERPRETED = "pallas_tpu", "pallas_tpu_interpret"
 
 
 def auto_token_stats(arrays: Sequence[jax.Array | None], options: HeadOptions) -> str:
-    hidden, lm_head = arrays[:2]
-    if hidden is None or lm_head is None or _why_no_kernel(PALLAS, arrays, options):
+    if _why_no_kernel(PALLAS, arrays, options):
         return "chunked"
-    return PALLAS if has_room(hidden, lm_head, options) else "chunked"
+    # Logits come alone, and their kernels take what room there is.
+    hidden, lm_head = (*arrays, None)[:2]
+    return PALLAS if hidden is None or lm_head is None or has_room(hidden, lm_head, options) else "chunked"
 
 
 def auto_token_loss(arrays: Sequence[jax.Array | None], count: int, vocab: int, options: HeadOptions) -> str:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.derivatives import first_only, live, values_of
+from logitless.ops.derivatives import logits_vjp
 from logitless.ops.softmax import (
     Normaliser,
     d_logits_tile,
@@ -33,31 +33,8 @@ def token_stats_chunked(
     return _token_stats(logits, targets, mask, scalars, options)
 
 
-def _primal(logits, targets, mask, scalars, options):
-    return _forward(logits, targets, mask, scalars, options)[0]
-
-
-_token_stats = jax.custom_vjp(_primal, nondiff_argnums=(4,))
-
-
-# The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
-def _token_stats_fwd(logits, targets, mask, scalars, options):
-    logits, targets, mask, scalars = primals = values_of("token_stats", (logits, targets, mask, scalars), scalars)
-    # The backward pass starts from the log-probability, whatever the caller asked for.
-    stats, normaliser = _forward(logits, targets, mask, scalars, options, also=("logprobs",))
-    asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
-    return asked, (*primals, stats, normaliser)
-
-
-def _token_stats_bwd(options, residuals, cotangents):
-    return _backward(residuals, live(cotangents), options), None, None, None
-
-
-@first_only("token_stats")
-def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Float[Array, "N V"] | None:
+def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Float[Array, "N V"]:
     logits, targets, mask, scalars, stats, normaliser = residuals
-    if not any(d is not None for d in d_stats):
-        return None
     terms = row_terms(stats, normaliser, d_stats, scalars, logits.shape[1])
     z = transform_logits(logits.astype(accumulator(logits.dtype)), scalars)
     # Elementwise in the logits: XLA makes it one loop that writes the gradient and nothing else.
@@ -65,9 +42,6 @@ def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Fl
     if mask is not None:
         d_logits = jnp.where(mask[:, None], d_logits, 0.0)
     return d_logits.astype(logits.dtype)
-
-
-_token_stats.defvjp(_token_stats_fwd, _token_stats_bwd, symbolic_zeros=True)
 
 
 def _forward(
@@ -93,3 +67,6 @@ def _forward(
     if mask is not None:
         stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
     return stats, normaliser
+
+
+_token_stats = logits_vjp(_forward, _backward, "chunked")

@@ -63,7 +63,10 @@ def live(cotangents: TokenStats) -> TokenStats:
 
 
 def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a backward rule refuse to be differentiated: it skips tokens by value, so its own derivative is wrong."""
+    """Makes a pass refuse to be differentiated: it skips tokens by value, so its own derivative is wrong.
+
+    Its third argument is the static one.
+    """
 
     def decorate(backward: Callable[P, R]) -> Callable[P, R]:
         guarded = jax.custom_jvp(backward, nondiff_argnums=(2,))
@@ -129,6 +132,7 @@ def head_vjp(
         return forward(inputs, options, options.outputs, None)[0]
 
     run = jax.custom_vjp(primal, nondiff_argnums=(6,))
+    first = first_only("linear_token_stats", implementation)
 
     # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
     def fwd(hidden, lm_head, bias, targets, mask, scalars, options):
@@ -137,12 +141,17 @@ def head_vjp(
         inputs = HeadInputs(*values_of("linear_token_stats", primals, scalars, implementation))
         # The backward pass starts from the log-probability, whatever the caller asked for.
         outputs = tuple(dict.fromkeys((*options.outputs, "logprobs")))
-        stats, normaliser, extra = forward(inputs, options, outputs, wanted)
+        stats, normaliser, extra = forward_once(inputs, wanted, (options, outputs))
         asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
         return asked, HeadResiduals(inputs, stats, normaliser, extra, wanted)
 
-    @first_only("linear_token_stats", implementation)
-    def once(residuals, d_stats, options):
+    # A second derivative meets this pass first, in which a kernel has no derivative to be refused by.
+    @first
+    def forward_once(inputs: HeadInputs, wanted: Differentiated, static: tuple) -> tuple[TokenStats, Normaliser, Any]:
+        return forward(inputs, *static, wanted)
+
+    @first
+    def backward_once(residuals, d_stats, options):
         flowing = [d != 0 for d in d_stats if d is not None]
         if not flowing:
             return None, None, None
@@ -150,7 +159,54 @@ def head_vjp(
         return tuple(backward(residuals, d_stats, active if mask is None else active & mask, options))
 
     def bwd(options, residuals, cotangents):
-        return *once(residuals, live(cotangents), options), None, None, None
+        return *backward_once(residuals, live(cotangents), options), None, None, None
 
     run.defvjp(fwd, bwd, symbolic_zeros=True)
     return run
+
+
+def logits_vjp(
+    forward: Callable[..., tuple[TokenStats, Any]],
+    backward: Callable[[tuple, TokenStats, Any], Any],
+    implementation: str,
+) -> Callable[..., TokenStats]:
+    """`TokenStats` of logits with a gradient, from the two passes of an implementation.
+
+    Args:
+        forward: `(logits, targets, mask, scalars, options, also)` to the statistics of `options.outputs` and `also`,
+            and the normaliser of the softmax.
+        backward: `(residuals, cotangents, options)` to the gradient of the logits. Residuals are the four arrays that
+            `forward` takes, its statistics and its normaliser; a cotangent is None where nothing flows back, but never
+            all of them.
+        implementation: the name to refuse by.
+
+    Returns:
+        A function of `(logits, targets, mask, scalars, options)`.
+    """
+    first = first_only("token_stats", implementation)
+    backward_once = first(backward)
+
+    # The backward pass starts from the log-probability, whatever the caller asked for. A second derivative meets this
+    # pass first, in which a kernel has no derivative to be refused by.
+    @first
+    def forward_once(arrays: tuple, scalars: Any, options: Any) -> tuple[TokenStats, Any]:
+        return forward(*arrays, scalars, options, also=("logprobs",))
+
+    def primal(logits, targets, mask, scalars, options):
+        return forward(logits, targets, mask, scalars, options)[0]
+
+    # The two rules stay unannotated: with symbolic_zeros they are handed wrappers, not arrays.
+    def fwd(logits, targets, mask, scalars, options):
+        primals = values_of("token_stats", (logits, targets, mask, scalars), scalars, implementation)
+        stats, normaliser = forward_once(primals[:3], primals[3], options)
+        asked = TokenStats(**{name: getattr(stats, name) for name in options.outputs})
+        return asked, (*primals, stats, normaliser)
+
+    def bwd(options, residuals, cotangents):
+        cotangents = live(cotangents)
+        flows = any(d is not None for d in cotangents)
+        return backward_once(residuals, cotangents, options) if flows else None, None, None, None
+
+    token_stats: Any = jax.custom_vjp(primal, nondiff_argnums=(4,))
+    token_stats.defvjp(fwd, bwd, symbolic_zeros=True)
+    return token_stats

@@ -8,7 +8,7 @@ of the hidden states alone is wanted: tokens outside again, and nothing is read 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import cut_tokens, sort_tokens
+from logitless.ops.blocks import cut_tokens, sort_tokens, take
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
 from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
@@ -27,11 +27,15 @@ from logitless.ops.pallas_tpu_kernels import (
     GradientRefs,
     HeadRefs,
     Ranges,
+    SweepRefs,
+    SweepScratch,
     backward_kernel,
+    chunk_rows,
     d_hidden_kernel,
     forward_kernel,
+    sweep_kernel,
 )
-from logitless.ops.softmax import Normaliser, RowTerms, Running, finish
+from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish, row_terms, softcap_slope
 from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -58,22 +62,43 @@ def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     return interpret
 
 
+class _Others(NamedTuple):
+    """What the sweep leaves for the gradient of a frozen head, by places; no rows where none was made.
+
+    Attributes:
+        mean: softmax-weighted mean of the head's columns but the target's, `[K, D]`.
+        own: the target's column, `[K, D]`; no rows where it is gathered in the backward pass.
+        slots: place of each token.
+    """
+
+    mean: Float[Array, "K D"]
+    own: Float[Array, "K D"]
+    slots: Int[Array, " N"]
+
+
 def _forward(
     inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
-) -> tuple[TokenStats, Normaliser, None]:
-    cut = _cut("forward", inputs, options)
+) -> tuple[TokenStats, Normaliser, _Others]:
+    frozen = wanted is not None and wanted.hidden and not wanted.lm_head and not wanted.bias
+    cut = _cut("sweep" if frozen else "forward", inputs, options)
     tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
     hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
-    refs = _refs(inputs, hidden, targets, cut)
-    running = merge_lanes(_run_forward(refs, _ranges(targets, cut), cut, tokens.blocks, outputs))
-    results = finish(running, targets < cut.vocab, cut.vocab, outputs)
-    return *jax.tree.map(tokens.scatter, results), None
+    refs, in_vocab = _refs(inputs, hidden, targets, cut), targets < cut.vocab
+    if frozen:
+        running, (mean, own) = _run_sweep(refs, targets, cut, tokens.blocks, outputs)
+    else:
+        running = _run_forward(refs, targets, cut, tokens.blocks, outputs)
+        mean = own = jnp.zeros((0, hidden.shape[1]), hidden.dtype)
+    results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
+    return *jax.tree.map(tokens.scatter, results), _Others(mean, own, tokens.slots)
 
 
 def _backward(
     residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
 ) -> Gradients:
     inputs, wanted = residuals.inputs, residuals.wanted
+    if residuals.extra.mean.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
+        return Gradients(_d_hidden_of_sweep(residuals, d_stats, active, options), None, None)
     if not wanted.lm_head and not wanted.bias:
         kernels = ("d_hidden",)
     elif not wanted.hidden:
@@ -113,6 +138,36 @@ def gradients_by(
 _token_stats = head_vjp("pallas_tpu", _forward, _backward)
 
 
+def _d_hidden_of_sweep(
+    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Float[Array, "N D"]:
+    """Gradient of the hidden states of a frozen head, elementwise from what the sweep has kept.
+
+    `d logprob / d hidden` is `(1 - p) (f_target head[target] - sum_k q_k f_k head[k])` over the other columns k, where
+    q is their softmax and f the slope of the logit: the target's column never cancels against a mean that contains it.
+    The mean is rounded to the arrays' dtype on its way, as the weights are.
+    """
+    (_, lm_head, _, targets, _, scalars), stats, others = residuals.inputs, residuals.stats, residuals.extra
+    vocab = lm_head.shape[options.layout.index("V")]
+    terms = row_terms(stats, residuals.normaliser, d_stats, scalars, vocab)
+    dtype = terms.target.dtype
+    # A target without probability, or outside the vocabulary, is no column to speak of.
+    given = jnp.isfinite(stats.logprobs)
+    of_target = jnp.where(given, terms.target, 0.0)
+    if scalars.softcap is not None:
+        z_target = stats.logprobs + residuals.normaliser.maximum + jnp.log(residuals.normaliser.total)
+        of_target *= jnp.where(given, softcap_slope(z_target, scalars), 0.0)
+    of_others = terms.shared * residuals.normaliser.total * jnp.where(given, -jnp.expm1(stats.logprobs), 1.0)
+    if options.layout == "VD":
+        own = jnp.take(lm_head, targets, axis=0, mode="clip")
+    else:
+        # XLA would transpose the whole head to gather columns.
+        own = take(others.own, others.slots)
+    mean = take(others.mean, others.slots)
+    d_hidden = of_target[:, None] * own.astype(dtype) + of_others[:, None] * mean.astype(dtype)
+    return jnp.where(active[:, None], d_hidden, 0.0).astype(residuals.inputs.hidden.dtype)
+
+
 def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
     """How the kernel cuts the problem; raises ValueError for block sizes that it cannot have."""
     hidden, lm_head = inputs.hidden, inputs.lm_head
@@ -133,10 +188,10 @@ def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, "
     )
 
 
-def _ranges(targets: Int[Array, " K"], cut: Cut) -> Ranges:
-    """Smallest and largest target of each block; a place without a token has none."""
-    blocks = targets.reshape(-1, cut.block_n)
-    return Ranges(jnp.min(blocks, axis=1), jnp.max(jnp.where(blocks < cut.vocab, blocks, -1), axis=1))
+def _ranges(targets: Int[Array, " K"], size: int, vocab: int) -> Ranges:
+    """Smallest and largest target of each `size` places; one without a token has none."""
+    blocks = targets.reshape(-1, size)
+    return Ranges(jnp.min(blocks, axis=1), jnp.max(jnp.where(blocks < vocab, blocks, -1), axis=1))
 
 
 def _call(
@@ -145,12 +200,12 @@ def _call(
     blocks: Any,
     cut: Cut,
     in_specs: Any,
-    out: tuple[Any, Any],
+    out: tuple[list[Any], list[Any]],
     scratch: tuple[Any, ...] = (),
     *,
     by_tokens: bool,
 ) -> Callable[..., Any]:
-    """A `pallas_call` of one tree of outputs.
+    """A `pallas_call` over trees of arrays.
 
     Args:
         kernel: its body.
@@ -158,17 +213,17 @@ def _call(
         blocks: of tokens: a run-time number where some are skipped.
         cut: the kernel's static side.
         in_specs: a tree of blocks for each argument.
-        out: trees of blocks and of shapes.
+        out: a tree of blocks and one of shapes for each output.
         scratch: what else it holds.
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
     """
     specs, shapes = out
-    call = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(kernel, cut=cut),
         grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
         in_specs=in_specs,
-        out_specs=[specs],
-        out_shape=[shapes],
+        out_specs=specs,
+        out_shape=shapes,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
@@ -177,7 +232,6 @@ def _call(
         name=f"logitless_{name}",
         interpret=cut.options.interpret or False,
     )
-    return lambda *args: call(*args)[0]
 
 
 def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
@@ -198,7 +252,7 @@ def _specs(refs: HeadRefs, cut: Cut, by_tokens: bool) -> HeadRefs:
     """Block of each array that a kernel reads."""
     spec, d = functools.partial(_spec, cut, by_tokens), refs.hidden.shape[1]
     return HeadRefs(
-        scalars=jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), refs.scalars),
+        scalars=_scalar_specs(refs.scalars),
         targets=spec((cut.block_n, 1), "n", None),
         hidden=spec((cut.block_n, d), "n", None),
         lm_head=spec((d, cut.block_v), None, "v") if cut.v_axis else spec((cut.block_v, d), "v", None),
@@ -210,24 +264,58 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
     return jax.tree.map(lambda _: specs.targets, terms)
 
 
-def _run_forward(refs: HeadRefs, ranges: Ranges, cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
-    """The online softmax of each token, lane by lane: `[K, LANES]`."""
-    spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
-    shape: Any = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+def _lane_sums(refs: HeadRefs, cut: Cut, outputs: tuple[str, ...]) -> tuple[Running, Running]:
+    """Block and shape of each sum of the online softmax, lane by lane: `[K, LANES]`."""
 
-    def wanted(x: Any) -> Running:
+    def kept(x: Any) -> Running:
         weighted, plain = "entropy" in outputs, "mean_logits" in outputs
         return Running(x, x, x if weighted else None, x if plain else None, x)
 
-    out = (wanted(spec), wanted(shape))
-    in_specs = [_specs(refs, cut, True), Ranges(*[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2)]
-    return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)
+    shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
+    return kept(_spec(cut, True, (cut.block_n, LANES), "n", None)), kept(shape)
 
 
-def merge_lanes(lanes: Running) -> Running:
-    """The online softmax of each token from those of its lanes."""
+def _run_forward(refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:
+    """The online softmax of each token, lane by lane."""
+    spec, shape = _lane_sums(refs, cut, outputs)
+    ranges = _ranges(targets, cut.block_n, cut.vocab)
+    in_specs = [_specs(refs, cut, True), _scalar_specs(ranges)]
+    out = ([spec], [shape])
+    return _call(forward_kernel, "forward", blocks, cut, in_specs, out, by_tokens=True)(refs, ranges)[0]
+
+
+def _run_sweep(
+    refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]
+) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "K D"]]]:
+    """The same, and for each token the mean of the head's other columns, and in the layout DV its target's column."""
+    (places, d), specs = refs.hidden.shape, _specs(refs, cut, True)
+    common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
+    spec, shape = _lane_sums(refs, cut, outputs)
+    ranges, chunks, own = _ranges(targets, cut.block_n, cut.vocab), None, None
+    if cut.v_axis:
+        chunks = _ranges(targets, chunk_rows(cut.block_n), cut.vocab)
+        own = jax.ShapeDtypeStruct((places, d), refs.lm_head.dtype)
+    out = (
+        [spec, SweepRefs(specs.hidden, None if own is None else specs.hidden)],
+        [shape, SweepRefs(jax.ShapeDtypeStruct((places, d), common), own)],
+    )
+    tile, rows = (cut.block_n, cut.block_v), (cut.block_n, d)
+    scratch = (SweepScratch(pltpu.VMEM(rows, cut.dtype), pltpu.VMEM(tile, cut.dtype), pltpu.VMEM(tile, common)),)
+    in_specs = [specs, _scalar_specs(ranges), _scalar_specs(chunks)]
+    run = _call(sweep_kernel, "sweep", blocks, cut, in_specs, out, scratch, by_tokens=True)
+    running, (mean, collected) = run(refs, ranges, chunks)
+    return running, (mean, jnp.zeros((0, d), mean.dtype) if collected is None else collected)
+
+
+def _scalar_specs(numbers: Any) -> Any:
+    """Of numbers that the scalar unit reads."""
+    return jax.tree.map(lambda _: pl.BlockSpec(memory_space=pltpu.SMEM), numbers)
+
+
+def merge_lanes(lanes: Running, in_vocab: Bool[Array, " K"]) -> Running:
+    """The online softmax of each token from those of its lanes; a target that is no column was never met."""
     maximum = jnp.max(lanes.maximum, axis=1)
-    shift = lanes.maximum - maximum[:, None]
+    shift = jnp.maximum(lanes.maximum - maximum[:, None], VANISHED)
     rescale = jnp.exp(shift)
     total = jnp.sum(lanes.total * rescale, axis=1)
     weighted = lanes.weighted
@@ -238,7 +326,7 @@ def merge_lanes(lanes: Running) -> Running:
         total=total,
         weighted=weighted,
         plain=None if lanes.plain is None else jnp.sum(lanes.plain, axis=1),
-        target=jnp.sum(lanes.target, axis=1),
+        target=jnp.where(in_vocab, jnp.sum(lanes.target, axis=1), -jnp.inf),
     )
 
 
@@ -246,11 +334,11 @@ def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Flo
     """Gradient of the hidden states alone, in their dtype."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, True)
-    out = (specs.hidden, jax.ShapeDtypeStruct((places, d), refs.hidden.dtype))
+    out = ([specs.hidden], [jax.ShapeDtypeStruct((places, d), refs.hidden.dtype)])
     common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
     scratch = (pltpu.VMEM((cut.block_n, cut.block_v), common), pltpu.VMEM((cut.block_n, d), cut.dtype))
     in_specs = [specs, _term_specs(terms, specs)]
-    return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)
+    return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)[0]
 
 
 def _run_backward(
@@ -283,9 +371,9 @@ def _run_backward(
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]
-    name, out = "backward" if ring else "d_lm_head", (out_specs, shapes)
+    name, out = "backward" if ring else "d_lm_head", ([out_specs], [shapes])
     run = _call(backward_kernel, name, blocks, cut, in_specs, out, (scratch,), by_tokens=False)
-    d_hidden, d_lm_head, d_bias = run(refs, terms)
+    d_hidden, d_lm_head, d_bias = run(refs, terms)[0]
     if d_hidden is not None:
         d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)
     return Gradients(d_hidden, d_lm_head, d_bias)

@@ -73,13 +73,8 @@ class Cut:
 
     @property
     def lowest(self) -> float:
-        """Logit of a column that takes no part: below `floor` by more than an exponential can tell from zero."""
+        """Running maximum before any column is met: no finite logit is lower."""
         return float(jnp.finfo(self.dtype).min)
-
-    @property
-    def floor(self) -> float:
-        """Running maximum before any column is met: finite, so that differences stay numbers."""
-        return self.lowest / 4
 
     def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
         """Columns of a block of the head, as it stands."""
@@ -257,3 +252,16 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, str]:
 def read_table() -> tuple[dict[str, Any], ...]:
     """The rows that ship; `logitless bench tune` makes them."""
     return tuple(json.loads(TABLE.read_text(encoding="utf-8")))
+
+
+def share_with_targets(kernel: str, grid: tuple[int, ...]) -> float | None:
+    """The largest share of a forward kernel's steps that meet a target, tokens sorted by target; None for another.
+
+    Going through the sorted tokens, each step goes on by a block of tokens or by one of the vocabulary: there are no
+    more pairs that meet than there are blocks of both. The last block of the vocabulary has a branch of its own.
+    """
+    if not any(part in kernel for part in ("logitless_forward", "logitless_sweep")) or len(grid) != 3:
+        return None
+    cores, blocks_n, blocks_v = grid
+    tokens = cores * blocks_n
+    return min(1.0, (tokens + blocks_v - 1) / (tokens * blocks_v))

@@ -6,7 +6,7 @@ merged once, outside: no step of the grid reduces across lanes.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
 from logitless.ops.pallas_tpu_vmem import LANES, SUB_COLUMNS
-from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
+from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
 
@@ -41,6 +41,10 @@ class HeadRefs(NamedTuple):
         if cut.options.logits_dtype is not None:
             z = z.astype(cut.options.logits_dtype).astype(cut.dtype)
         return transform_logits(z, self.numbers())
+
+    def ahead(self, j: Any, cut: Cut) -> Int[Array, "n lanes"]:
+        """Each target's column within the block, less the lane."""
+        return self.targets[...] - j * cut.block_v - lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
 
     def numbers(self) -> LogitScalars:
         return jax.tree.map(lambda ref: ref[0], self.scalars)
@@ -69,36 +73,39 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
 
     @pl.when(j == 0)
     def _start():
-        _put(running, (cut.floor, 0.0, 0.0, 0.0, 0.0))
+        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
 
     def meet(columns: int, targets: bool) -> None:
-        state, ahead = jax.tree.map(lambda ref: ref[...], running), None
-        if targets:
-            lanes = lax.broadcasted_iota(jnp.int32, (cut.block_n, LANES), 1)
-            ahead = head.targets[...] - j * cut.block_v - lanes
+        state, ahead = jax.tree.map(lambda ref: ref[...], running), head.ahead(j, cut) if targets else None
         for start in range(0, columns, SUB_COLUMNS):
             here = None if ahead is None else ahead - start
-            state = _meet(state, head.logits(start, cut), here, columns - start, cut)
+            state = meet_lanes(state, head.logits(start, cut), here, columns - start, cut)
         _put(running, state)
 
-    def meet_either(columns: int) -> None:
-        token = pl.program_id(1) * cut.cores + pl.program_id(0)
-        lax.cond(ranges.meet(token, j, cut), lambda: meet(columns, True), lambda: meet(columns, False))
+    _on_each_block_with_targets(j, ranges, cut, meet)
+
+
+def _on_each_block_with_targets(j: Any, ranges: Ranges, cut: Cut, run: Callable[[int, bool], None]) -> None:
+    """`on_each_block`, told whether the block may hold targets; the last one is taken to."""
+    token = pl.program_id(1) * cut.cores + pl.program_id(0)
+
+    def either(columns: int) -> None:
+        lax.cond(ranges.meet(token, j, cut), lambda: run(columns, True), lambda: run(columns, False))
 
     if cut.last == cut.block_v:
-        meet_either(cut.block_v)
+        either(cut.block_v)
     else:
-        pl.when(j < cut.blocks - 1)(lambda: meet_either(cut.block_v))
-        pl.when(j == cut.blocks - 1)(lambda: meet(cut.last, True))
+        pl.when(j < cut.blocks - 1)(lambda: either(cut.block_v))
+        pl.when(j == cut.blocks - 1)(lambda: run(cut.last, True))
 
 
 def _put(refs: Running, values: Sequence[Any]) -> None:
     for ref, x in zip(refs, values, strict=True):
         if ref is not None:
-            ref[...] = jnp.broadcast_to(jnp.asarray(x, ref.dtype), ref.shape)
+            ref[...] = jnp.full(ref.shape, x, ref.dtype) if isinstance(x, float) else x
 
 
-def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
+def on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     """Runs with the columns of the block: the last one, where it is shorter, as a second copy of its own."""
     if cut.last == cut.block_v:
         run(cut.block_v)
@@ -107,7 +114,7 @@ def _on_each_block(j: Int[Array, ""], cut: Cut, run: Any) -> None:
     pl.when(j == cut.blocks - 1)(lambda: run(cut.last))
 
 
-def _meet(
+def meet_lanes(
     state: Running, z: Float[Array, "n v"], ahead: Int[Array, "n lanes"] | None, columns: int, cut: Cut
 ) -> Running:
     """Adds a sub-tile to each lane's online softmax.
@@ -120,31 +127,53 @@ def _meet(
         cut: the kernel's static side.
     """
     maximum, total, weighted, plain, target = state
+    xs, plain, target = _meet_columns(z, ahead, columns, plain, target)
+    # A tree, not a chain: each step of a chain would wait for the one before.
+    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
+    shift = jnp.maximum(before - maximum, VANISHED)
+    total, weighted = _rescaled(total, weighted, shift)
+    _, total, weighted = _add_exponentials([x - maximum for x in xs], total, weighted)
+    return Running(maximum, total, weighted, plain, target)
+
+
+def _meet_columns(
+    z: Float[Array, "n v"],
+    ahead: Int[Array, "n lanes"] | None,
+    columns: int,
+    plain: Array | None,
+    target: Array,
+) -> tuple[list[Array], Array | None, Array]:
+    """The sub-tile by lanes, -inf where a column takes no part; the plain sum, and the target's logit if it is here."""
     xs = []
     for k in range(0, min(columns, z.shape[1]), LANES):
-        x = z[:, k : k + LANES]
-        exists = None
+        x, exists = z[:, k : k + LANES], None
         if k + LANES > columns:
             exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < columns - k
-            x = jnp.where(exists, x, cut.lowest)
+            x = jnp.where(exists, x, -jnp.inf)
         if plain is not None:
             plain += x if exists is None else jnp.where(exists, x, 0.0)
         if ahead is not None:
             own = ahead == k
             target = jnp.where(own, x, target)
-            x = jnp.where(own, cut.lowest, x)
+            x = jnp.where(own, -jnp.inf, x)
         xs.append(x)
-    # A tree, not a chain: each step of a chain would wait for the one before.
-    maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
-    shift = before - maximum
+    return xs, plain, target
+
+
+def _rescaled(total: Array, weighted: Array | None, shift: Array) -> tuple[Array, Array | None]:
+    """The sums about a maximum that is higher by `-shift`."""
     rescale = jnp.exp(shift)
-    # Bounded below, since -inf, as a bias gives it, would make a NaN of 0 * -inf.
-    shifted = [x - maximum if weighted is None else jnp.maximum(x - maximum, cut.lowest) for x in xs]
+    return total * rescale, None if weighted is None else rescale * (weighted + total * shift)
+
+
+def _add_exponentials(
+    shifted: list[Array], total: Array, weighted: Array | None
+) -> tuple[list[Array], Array, Array | None]:
+    """`e^x` of each, added to the sums."""
     es = [jnp.exp(x) for x in shifted]
     if weighted is not None:
-        weighted = rescale * (weighted + total * shift)
-        weighted += _tree(jnp.add, [e * x for e, x in zip(es, shifted, strict=True)])
-    return Running(maximum, total * rescale + _tree(jnp.add, es), weighted, plain, target)
+        weighted += _tree(jnp.add, [e * jnp.maximum(x, VANISHED) for e, x in zip(es, shifted, strict=True)])
+    return es, total + _tree(jnp.add, es), weighted
 
 
 def _tree(combine: Any, parts: list[Array]) -> Array:
@@ -152,6 +181,135 @@ def _tree(combine: Any, parts: list[Array]) -> Array:
         pairs = [combine(*parts[i : i + 2]) for i in range(0, len(parts) - 1, 2)]
         parts = pairs + parts[len(parts) - len(parts) % 2 :]
     return parts[0]
+
+
+class SweepRefs(NamedTuple):
+    """What the sweep writes, beside the online softmax, for the gradient of a frozen head.
+
+    Attributes:
+        mean: softmax-weighted mean of the head's columns but the target's, `[block_n, D]`; 0 where there is no other.
+        own: the target's column of the head, `[block_n, D]`; None where XLA can gather it without copying the head.
+    """
+
+    mean: Any
+    own: Any | None
+
+
+class SweepScratch(NamedTuple):
+    """VMEM of the sweep: the weighted sum, a block of logits, and what it weighs the head's columns by."""
+
+    sums: Any
+    logits: Any
+    weights: Any
+
+
+def sweep_kernel(
+    head: HeadRefs,
+    ranges: Ranges,
+    chunks: Ranges | None,
+    running: Running,
+    out: SweepRefs,
+    scratch: SweepScratch,
+    *,
+    cut: Cut,
+) -> None:
+    """`forward_kernel` that also carries the softmax-weighted sum of the head's columns, but for the target's own.
+
+    As flash attention does with queries `hidden` and keys and values `lm_head`: the maximum is one for all lanes, and
+    the sum is rescaled where it grows.
+    """
+    j = pl.program_id(2)
+
+    @pl.when(j == 0)
+    def _start():
+        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
+        scratch.sums[...] = jnp.zeros(scratch.sums.shape, scratch.sums.dtype)
+        if out.own is not None:
+            out.own[...] = jnp.zeros(out.own.shape, out.own.dtype)
+
+    if cut.last < cut.block_v:
+        pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
+    if out.own is not None:
+        assert chunks is not None
+        _collect_targets(head, chunks, out.own, j, cut)
+    before = running.maximum[...]
+    meet = functools.partial(_keep_logits, head, running, scratch.logits, j, cut)
+    _on_each_block_with_targets(j, ranges, cut, meet)
+    maximum = jnp.broadcast_to(jnp.max(running.maximum[...], axis=1, keepdims=True), before.shape)
+    shift = jnp.maximum(before - maximum, VANISHED)
+    running.maximum[...] = maximum
+    _weigh(head, running, scratch, shift, cut)
+    w = head.lm_head[...].astype(scratch.weights.dtype)
+    part = product(scratch.weights[...], w, (1, cut.v_axis), cut.dtype, cut.options)
+    scratch.sums[...] = scratch.sums[...] * jnp.exp(shift[:, :1]) + part
+
+    @pl.when(j == cut.blocks - 1)
+    def _leave():
+        total = jnp.sum(running.total[...], axis=1, keepdims=True)
+        out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
+
+
+CHUNK_ROWS = 128
+
+
+def chunk_rows(block_n: int) -> int:
+    """Tokens whose targets are collected together: a power of 2 that divides the block."""
+    return min(CHUNK_ROWS, block_n & -block_n)
+
+
+def _collect_targets(head: HeadRefs, chunks: Ranges, own: Any, j: Any, cut: Cut) -> None:
+    """Adds to each token the column of its target, where it stands in this block: an exact product with 0 and 1.
+
+    The tokens are sorted by their targets: a chunk of them meets few sub-tiles, and each sub-tile few chunks.
+    """
+    rows = chunk_rows(cut.block_n)
+    first_chunk = (pl.program_id(1) * cut.cores + pl.program_id(0)) * (cut.block_n // rows)
+    for k in range(cut.block_n // rows):
+        place = slice(k * rows, (k + 1) * rows)
+        column = head.targets[place] - j * cut.block_v
+        lowest, highest = (x[first_chunk + k] - j * cut.block_v for x in (chunks.first, chunks.last))
+
+        def collect(sub: Any, carry: None, place: slice = place, column: Array = column) -> None:
+            start = pl.multiple_of(sub * SUB_COLUMNS, SUB_COLUMNS)
+            columns = pl.ds(start, SUB_COLUMNS)
+            w = head.lm_head[:, columns] if cut.v_axis else head.lm_head[columns, :]
+            is_own = lax.broadcasted_iota(jnp.int32, (rows, SUB_COLUMNS), 1) == column - start
+            part = product(is_own.astype(w.dtype), w, (1, cut.v_axis), cut.dtype, cut.options)
+            own[place] += part.astype(own.dtype)
+
+        begin = jnp.maximum(lowest, 0) // SUB_COLUMNS
+        end = (jnp.clip(highest, -1, cut.block_v - 1) + SUB_COLUMNS) // SUB_COLUMNS
+        lax.fori_loop(begin, end, collect, None)
+
+
+def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut, columns: int, targets: bool) -> None:
+    """Makes a block of logits, -inf where a column takes no part, and takes from it what needs no common maximum."""
+    ahead = head.ahead(j, cut) if targets else None
+    state = jax.tree.map(lambda ref: ref[...], running)
+    maximum, plain, target = state.maximum, state.plain, state.target
+    for start in range(0, columns, SUB_COLUMNS):
+        here = None if ahead is None else ahead - start
+        xs, plain, target = _meet_columns(head.logits(start, cut), here, columns - start, plain, target)
+        for k, x in enumerate(xs):
+            logits[:, start + k * LANES : start + (k + 1) * LANES] = x
+        maximum = jnp.maximum(maximum, _tree(jnp.maximum, xs))
+    for start in range(-(-columns // LANES) * LANES, cut.block_v, LANES):
+        logits[:, start : start + LANES] = jnp.full((cut.block_n, LANES), -jnp.inf, cut.dtype)
+    _put(running, (maximum, state.total, state.weighted, plain, target))
+
+
+def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, cut: Cut) -> None:
+    """The block's exponentials: into the sums, and with the slope of each logit into what weighs the head's columns."""
+    state, scalars = jax.tree.map(lambda ref: ref[...], running), head.numbers()
+    total, weighted = _rescaled(state.total, state.weighted, shift)
+    for start in range(0, cut.block_v, SUB_COLUMNS):
+        places = [slice(start + k, start + k + LANES) for k in range(0, SUB_COLUMNS, LANES)]
+        zs = [scratch.logits[:, place] for place in places]
+        es, total, weighted = _add_exponentials([z - state.maximum for z in zs], total, weighted)
+        for place, z, e in zip(places, zs, es, strict=True):
+            weight = e if scalars.softcap is None else e * softcap_slope(z, scalars)
+            scratch.weights[:, place] = weight.astype(scratch.weights.dtype)
+    _put(running, (state.maximum, total, weighted, state.plain, state.target))
 
 
 class GradientRefs(NamedTuple):
@@ -228,7 +386,7 @@ def _backward_step(
         scratch.head.sums[...] += product(*operands, (0, 0), cut.dtype, cut.options)
 
         leave = functools.partial(scratch.head.leave, out.lm_head, j, cut)
-        pl.when(i == step.tokens - 1)(lambda: _on_each_block(j, cut, leave))
+        pl.when(i == step.tokens - 1)(lambda: on_each_block(j, cut, leave))
     if ring is not None:
         # No product before the wait: it would be kept, a block of float32, from one side of the branch to the other.
         d_hidden, w = ring.ready(step), head.lm_head[...].astype(scratch.d_logits.dtype)

@@ -129,9 +129,10 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
     if kernel == "forward":
         found["running sums"] = _BUFFERS * (3 + problem.statistics) * per_token
     elif kernel == "sweep":
-        found["running sums"] = _BUFFERS * 4 * per_token
-        found["logits and probabilities"] = tile * (wide + common)
-        found["mean row of the head"] = (1 + _BUFFERS) * rows * wide
+        found["running sums"] = _BUFFERS * (3 + problem.statistics) * per_token
+        found["logits and weights"] = tile * (wide + common)
+        # In one layout the sweep collects the targets' columns as well.
+        found["mean column of the head"] = rows * wide + _BUFFERS * rows * (common + head)
     else:
         found["terms of the gradient"] = _BUFFERS * (3 + problem.statistics) * per_token
         found["gradient of the logits"] = tile * common
@@ -193,6 +194,9 @@ def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, b
         moved = column_blocks * whole_hidden * narrow + 2 * whole_head * head
         if kernel == "backward" and row_blocks > RING:
             moved += 2 * column_blocks * whole_hidden * wide
+    if kernel == "sweep" and block_n % LANES:
+        # It collects the targets' columns by chunks of tokens that divide the block: small ones here.
+        busy *= 1.05
     copies = moved / chip.hbm_bytes_per_s
     ratio = copies / busy
     return busy * max(1.0, ratio) * (1.03 + 0.42 * min(max(0.0, ratio - 0.5), 0.5))

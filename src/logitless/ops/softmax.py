@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.types import LogitScalars, TokenStats
 
+VANISHED = -1000.0
+"""An exponential of this or less is 0 in every dtype. Differences bounded by it stay numbers that may be multiplied."""
+
 
 def transform_logits(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
     """`softcap tanh(x logit_scale / softcap) / temperature`; -inf stays -inf."""
@@ -23,6 +26,14 @@ def transform_logits(x: Float[Array, "..."], scalars: LogitScalars) -> Float[Arr
     if scalars.temperature is not None:
         x /= scalars.temperature.astype(x.dtype)
     return x
+
+
+def softcap_slope(z: Float[Array, "..."], scalars: LogitScalars) -> Float[Array, "..."]:
+    """`1 - tanh(x logit_scale / softcap)^2`, from the logits after softcap and temperature; 0 at -inf."""
+    assert scalars.softcap is not None
+    cap = scalars.softcap.astype(z.dtype)
+    capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
+    return 1.0 - jnp.square(jnp.maximum(capped / cap, -1.0))
 
 
 class Running(NamedTuple):
@@ -77,13 +88,13 @@ def meet(
     maximum = jnp.maximum(running.maximum, jnp.max(others, axis=v_axis))
     # Where every column so far is -inf the maximum is no number to subtract.
     shift_by = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    shift = running.maximum - shift_by
+    shift = jnp.maximum(running.maximum - shift_by, VANISHED)
     rescale = jnp.exp(shift)
     shifted = others - jnp.expand_dims(shift_by, v_axis)
     e = jnp.exp(shifted)
     weighted, plain = running.weighted, running.plain
     if weighted is not None:
-        carried = jnp.where(shift == -jnp.inf, 0.0, rescale * (weighted + running.total * shift))
+        carried = rescale * (weighted + running.total * shift)
         weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=v_axis)
     if plain is not None:
         counted = z if met is None else jnp.where(jnp.expand_dims(met, 1 - v_axis), 0.0, z)
@@ -122,7 +133,8 @@ def finish(
     """
     maximum = jnp.maximum(running.maximum, running.target)
     finite = maximum > -jnp.inf
-    shift_others, shift_target = running.maximum - maximum, running.target - maximum
+    shift_others = jnp.maximum(running.maximum - maximum, VANISHED)
+    shift_target = jnp.maximum(running.target - maximum, VANISHED)
     e_others, e_target = jnp.exp(shift_others), jnp.exp(shift_target)
     total = running.total * e_others + e_target
     others = running.maximum + jnp.log(running.total)
@@ -130,8 +142,7 @@ def finish(
     entropy = None
     if running.weighted is not None:
         weighted = e_others * (running.weighted + running.total * shift_others)
-        weighted = jnp.where(shift_others == -jnp.inf, 0.0, weighted)
-        weighted += jnp.where(shift_target == -jnp.inf, 0.0, e_target * shift_target)
+        weighted += e_target * shift_target
         entropy = jnp.where(finite, jnp.log(total) - weighted / total, jnp.nan)
     stats = TokenStats(
         logprobs=jnp.where(in_vocab & finite, logprobs, jnp.nan) if "logprobs" in outputs else None,
@@ -180,7 +191,7 @@ def row_terms(
     target = p_target * d_lse - jnp.expm1(logprobs) * d_logprobs
     if d_stats.entropy is not None:
         assert stats.entropy is not None
-        target -= p_target * d_stats.entropy * (logprobs + stats.entropy)
+        target -= p_target * d_stats.entropy * (jnp.maximum(logprobs, VANISHED) + stats.entropy)
         shared -= d_stats.entropy * (stats.entropy - jnp.log(normaliser.total))
     mean = None
     if d_stats.mean_logits is not None:
@@ -234,15 +245,16 @@ def d_logits(
         impossible: whether a logit can be -inf.
     """
     shifted = z - terms.maximum
-    weight = terms.shared if terms.entropy is None else terms.shared - terms.entropy * shifted
+    weight = terms.shared
+    if terms.entropy is not None:
+        weight = weight - terms.entropy * jnp.maximum(shifted, VANISHED)
     d_x = jnp.exp(shifted) * weight
     if terms.mean is not None:
         d_x += terms.mean
     if own is not None:
         d_x = jnp.where(own, terms.target, d_x)
     if scalars.softcap is not None:
-        capped = z if scalars.temperature is None else z * scalars.temperature.astype(z.dtype)
-        d_x *= 1.0 - jnp.square(capped / scalars.softcap.astype(z.dtype))
+        d_x *= softcap_slope(z, scalars)
     # Selected, not multiplied: 0 times an infinite factor is no zero.
     return jnp.where(z == -jnp.inf, 0.0, d_x) if impossible else d_x
 

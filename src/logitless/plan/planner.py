@@ -39,6 +39,7 @@ def plan_function(
     timeout_s: float = TIMEOUT_S,
     python: str | None = None,
     use_cache: bool = True,
+    data_shares: Callable[[str, tuple[int, ...]], float | None] | None = None,
 ) -> ProgramPlan:
     """Memory and time of a function on a chip that is not here, by the chip's real compiler. Nothing is run.
 
@@ -56,6 +57,9 @@ def plan_function(
         timeout_s: seconds that the compiler may take.
         python: interpreter of the environment that has the compiler; this one unless given.
         use_cache: keep answers in `$LOGITLESS_CACHE/plan`, and take them from there.
+        data_shares: `(kernel, grid)` to the share of its steps in which the regions of a kernel run whose condition
+            hangs on data, None where nobody knows; of two regions under a condition and its negation, the longer one.
+            Without it they count in full.
 
     Returns:
         A `ProgramPlan`, per device. A program that does not compile is one that does not fit, with the reason.
@@ -87,7 +91,7 @@ def plan_function(
         if use_cache and lasting:
             entry.parent.mkdir(parents=True, exist_ok=True)
             replace_file(entry, json.dumps(dataclasses.asdict(plan)).encode())
-    return _with_reserve(_with_expected(plan, place.chip), reserve_bytes)
+    return _with_reserve(_with_expected(_with_shares(plan, data_shares), place.chip), reserve_bytes)
 
 
 def largest(
@@ -223,17 +227,35 @@ def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip) -> Kernel
         unknown.append(f"{schedule.unknown_axes} axes of its grid: of unknown length, counted once")
     moved = (schedule.hbm_read_bytes, schedule.hbm_write_bytes)
     dma_ms = None if None in moved else sum(n or 0 for n in moved) / chip.hbm_bytes_per_s * 1e3 * call.runs
+    most_ms = schedule.cycles / chip.clock_hz * 1e3 * call.runs
     return KernelPlan(
         name=name,
         grid=schedule.grid,
         runs=call.runs,
-        schedule_ms=schedule.cycles / chip.clock_hz * 1e3 * call.runs,
+        schedule_ms=most_ms,
+        least_ms=schedule.least_cycles / chip.clock_hz * 1e3 * call.runs,
+        most_ms=most_ms,
         dma_ms=dma_ms,
         mxu_use=schedule.mxu,
         spills=schedule.spill_stores + schedule.spill_loads,
         vmem_bytes=schedule.vmem_bytes,
         unknown=tuple(unknown),
     )
+
+
+def _with_shares(plan: ProgramPlan, data_shares: Callable[[str, tuple[int, ...]], float | None] | None) -> ProgramPlan:
+    """The plan with its kernels' times by how often what hangs on data runs, which is no part of the cache either."""
+
+    def shared(kernel: KernelPlan) -> KernelPlan:
+        share = None if data_shares is None else data_shares(kernel.name, kernel.grid)
+        if share is None or kernel.most_ms == kernel.least_ms:
+            return kernel
+        schedule_ms = kernel.least_ms + share * (kernel.most_ms - kernel.least_ms)
+        # The products are those of either branch.
+        mxu_use = None if kernel.mxu_use is None else kernel.mxu_use * kernel.most_ms / schedule_ms
+        return dataclasses.replace(kernel, schedule_ms=schedule_ms, mxu_use=mxu_use)
+
+    return dataclasses.replace(plan, kernels=tuple(map(shared, plan.kernels)))
 
 
 def _with_expected(plan: ProgramPlan, chip: Chip) -> ProgramPlan:

@@ -16,12 +16,15 @@ class KernelPlan:
         name: of the kernel.
         grid: of its steps; empty where the schedule does not name it.
         runs: how often the program calls it.
-        schedule_ms: bundles weighted by how often their region runs, over the clock; all runs.
+        schedule_ms: bundles weighted by how often their region runs, over the clock; all runs. Regions that hang on
+            data count by the share that was given for the kernel, else in full.
+        least_ms: the same where no region runs that hangs on data.
+        most_ms: the same where each does.
         dma_ms: bytes that it moves from and to HBM, over the bandwidth; all runs. None where they cannot be told.
         mxu_use: share of the slots of the matrix units that are used.
         spills: registers spilled and read again, over all steps.
         vmem_bytes: that it takes.
-        unknown: regions of which nothing tells how often they run, counted in full.
+        unknown: regions that hang on data, and axes of unknown length.
     """
 
     name: str
@@ -33,6 +36,8 @@ class KernelPlan:
     spills: int | Any = None
     vmem_bytes: int | Any = None
     unknown: tuple[str, ...] = ()
+    least_ms: float = 0.0
+    most_ms: float = 0.0
 
 
 @dataclass(frozen=True)

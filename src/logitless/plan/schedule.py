@@ -35,6 +35,8 @@ class KernelSchedule:
     """Dynamic axes of the grid whose length nobody knew: counted as one step."""
     cycles: int
     """Bundles, waiting ones included, each as often as it runs."""
+    least_cycles: int
+    """The same where undecided regions do not run, of two under a condition and its negation the shorter one does."""
     bundles: int
     """Bundles of the program, waiting ones included."""
     slot_use: dict[str, float]
@@ -100,6 +102,7 @@ def read_kernel(
         grid = tuple(next(rest, 1) if bound == DYNAMIC_BOUND else bound for bound in bounds)
     else:
         ran = scalar_unit.run(program, _dynamic_axes(program, instruction, grid))
+    least_cycles = _least_cycles(ran)
     undecided = _settle_exclusive(ran)
     cycles = sum(ran.visits)
     totals = {
@@ -112,6 +115,7 @@ def read_kernel(
         grid=grid,
         unknown_axes=sum(n is None for n in steps),
         cycles=cycles,
+        least_cycles=least_cycles,
         bundles=program.bundles,
         slot_use=slot_use,
         mxu=next(slot_use[column] for column in MXU_COLUMNS if column in slot_use),
@@ -164,6 +168,18 @@ def _settle_exclusive(ran: scalar_unit.Run) -> list[UndecidedRegion]:
         )
         for region in sorted(ran.undecided, key=lambda region: region.start)
     ]
+
+
+def _least_cycles(ran: scalar_unit.Run) -> int:
+    """Cycles where no undecided region runs that need not; a loop turns once all the same."""
+    visits = list(ran.visits)
+    regions = sorted(ran.undecided, key=lambda region: sum(ran.visits[region.start : region.end]))
+    for k, region in enumerate(regions):
+        may_run_instead = [other for other in regions if _exclude_each_other(region, other)]
+        is_needed = region.is_loop or any(regions.index(other) > k for other in may_run_instead)
+        if not is_needed:
+            visits[region.start : region.end] = [0] * (region.end - region.start)
+    return sum(visits)
 
 
 def _exclude_each_other(a: scalar_unit.Undecided, b: scalar_unit.Undecided) -> bool:
