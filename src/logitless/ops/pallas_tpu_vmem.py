@@ -10,6 +10,8 @@ from logitless.ops.types import HeadOptions
 
 LANES = 128
 SUB_COLUMNS = 256
+CHUNK_ROWS = 128
+"""Most tokens whose targets' columns the sweep collects together."""
 MXU_COLUMNS = 256
 STEP_S = 4e-7
 """To fill and drain the matrix units, for each product of a step."""
@@ -154,6 +156,8 @@ def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: i
     # The more so the longer the sums of a product are, and most on chips that cannot keep them in the matrix units.
     kept = 8 + -(-problem.hidden_size // 1024)
     taken = (kept + 2 * problem.statistics) * sub_tile + MIB // 2
+    if kernel == "sweep":
+        taken += CHUNK_ROWS * problem.padded() * problem.sums.itemsize
     if problem.common.itemsize > 2:
         # A product in float32 is one of several parts of each operand.
         d, columns = problem.padded(), SUB_COLUMNS if kernel == "forward" else sub_tiles * SUB_COLUMNS
@@ -194,7 +198,7 @@ def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, b
         moved = column_blocks * whole_hidden * narrow + 2 * whole_head * head
         if kernel == "backward" and row_blocks > RING:
             moved += 2 * column_blocks * whole_hidden * wide
-    if kernel == "sweep" and block_n % LANES:
+    if kernel == "sweep" and block_n % CHUNK_ROWS:
         # It collects the targets' columns by chunks of tokens that divide the block: small ones here.
         busy *= 1.05
     copies = moved / chip.hbm_bytes_per_s
