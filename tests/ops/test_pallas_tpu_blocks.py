@@ -5,17 +5,21 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
 from logitless import linear_logprobs
 from logitless._arrays import tracing_for
 from logitless.heads import HEADS
-from logitless.ops import pallas_tpu_blocks
+from logitless.ops import pallas_tpu, pallas_tpu_blocks
 from logitless.ops.choice import auto_token_stats
 from logitless.ops.pallas_tpu_blocks import USABLE, backward_kernels, blocks_of, chosen_blocks, fits, read_table
 from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, vmem_of
-from logitless.ops.types import HeadOptions
+from logitless.ops.types import HeadOptions, LogitScalars
 from logitless.plan import CHIPS
+from problems import in_layout, peaked
 
 KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "7x": "TPU7x"}
 KERNELS = ("forward", "backward", "d_lm_head", "d_hidden", "sweep")
@@ -206,3 +210,24 @@ def test_the_rows_that_ship_are_of_known_chips_and_heads_and_fit():
         problem = HeadProblem(8192, row["hidden_size"], row["vocab_size"], dtype, dtype)
         assert fits(row["kernel"], problem, chip_of(KINDS[row["chip"]]), row["block_n"], row["block_v"])
         assert row["by"] in ("plan", "timing") and "jax" in row["versions"]
+
+
+@pytest.mark.parametrize("layout", ["VD", "DV"])
+def test_the_gradients_of_two_kernels_are_those_of_one(layout, monkeypatch):
+    p = peaked(37, 24, 301, "float32")
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    options = HeadOptions(layout, block_n=16, block_v=256, platform="tpu", interpret=interpret)
+
+    def loss(hidden, lm_head, bias):
+        stats = pallas_tpu.linear_token_stats_pallas_tpu(
+            hidden, lm_head, bias, p.targets, p.mask, LogitScalars(), options
+        )
+        return stats.logprobs.sum()
+
+    args = (p.hidden, in_layout(p.lm_head, layout), p.bias)
+    one = jax.grad(loss, (0, 1, 2))(*args)
+    monkeypatch.setattr(pallas_tpu, "backward_kernels", lambda *_: ("d_lm_head", "d_hidden"))
+    two = jax.grad(loss, (0, 1, 2))(*args)
+    assert not interpret_pallas_call.races.races_found
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
