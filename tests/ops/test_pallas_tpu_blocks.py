@@ -108,6 +108,7 @@ def test_few_tokens_are_cut_evenly_and_into_two_blocks_before_one_is_large():
 
 def test_two_kernels_make_the_gradients_where_one_does_not_fit():
     assert backward_kernels(*arrays(8192, 4096, 151_936), on("v6e")) == ("backward",)
+    assert backward_kernels(*arrays(8192, 4096, 151_936), on("v6e", block_n=1024, block_v=2048)) == ("backward",)
     assert backward_kernels(*arrays(8192, 4096, 151_936), on("v4")) == ("d_lm_head", "d_hidden")
     assert backward_kernels(*arrays(8192, 8192, 151_936), on("7x")) == ("d_lm_head", "d_hidden")
     assert list(chosen_blocks(*arrays(8192, 4096, 151_936), on("v4"))) == ["forward", "d_lm_head", "d_hidden"]

@@ -121,11 +121,15 @@ def blocks_of(kernel: str, hidden: Shaped, lm_head: Shaped, options: HeadOptions
 
 
 def backward_kernels(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> tuple[str, ...]:
-    """The kernels that make both gradients: one, or two where one does not fit or is slowed down by small blocks."""
+    """The kernels that make both gradients: one, or two where one does not fit or is slowed down by small blocks.
+
+    Sizes that are given do not count here: too large ones for one kernel are refused, not made up for by two.
+    """
     problem, chip = HeadProblem.of(hidden, lm_head, options), chip_of(options.device_kind)
+    free = replace(options, block_n=None, block_v=None, block_bytes=None)
 
     def seconds(kernel: str) -> float:
-        ranked = ranked_blocks(kernel, problem, chip, options)
+        ranked = ranked_blocks(kernel, problem, chip, free)
         return _seconds(kernel, problem, chip, ranked[0]) if ranked else float("inf")
 
     # Where nothing fits, the head's gradient says what stands in the way: it needs the most.
