@@ -17,12 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
+from logitless.ops.pallas_tpu_vmem import CHUNK_ROWS, LANES, SUB_COLUMNS
 from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
-
-LANES = 128
-SUB_COLUMNS = 256
 
 
 class HeadRefs(NamedTuple):
@@ -255,9 +253,6 @@ def sweep_kernel(
     def _leave():
         total = jnp.sum(running.total[...], axis=1, keepdims=True)
         out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
-
-
-CHUNK_ROWS = 128
 
 
 def chunk_rows(block_n: int) -> int:
