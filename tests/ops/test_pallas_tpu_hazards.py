@@ -60,6 +60,12 @@ def test_a_run_time_number_of_token_blocks_for_some_gradients(wrt, dma):
         check(Case(dma=dma, wrt=wrt), first_tokens(problem, count, "cotangents"))
 
 
+@pytest.mark.parametrize(("v", "layout"), [(896, "DV"), pytest.param(1920, "VD", marks=slow)])
+def test_a_block_of_the_head_that_leaves_in_several_copies(v, layout):
+    """Two staging buffers and four copies a block: a buffer is filled again only once its copy has ended."""
+    check(Case(wrt=("lm_head",), blocks=(16, 1024), layout=layout), given(37, 24, v))
+
+
 @pytest.fixture
 def two_cores(monkeypatch):
     """A chip whose two cores share a device's memory."""
