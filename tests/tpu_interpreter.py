@@ -157,8 +157,8 @@ def _program(implementation: Any, case: Case) -> Any:
     options, used = case.options(), case.outputs if case.used is None else case.used
 
     def outcome(hidden, lm_head, bias, targets, mask, scalars, cotangents):
-        inputs = dict(zip(INPUTS, (hidden, lm_head, bias), strict=True))
-        given = dict(zip(OUTPUT_NAMES, cotangents, strict=True))
+        inputs: dict[str, Any] = dict(zip(INPUTS, (hidden, lm_head, bias), strict=True))
+        given: dict[str, Any] = dict(zip(OUTPUT_NAMES, cotangents, strict=True))
 
         def statistics(wanted):
             now = {**inputs, **wanted}
@@ -184,7 +184,7 @@ def watched() -> Iterator[list[Any]]:
     The simulator itself keeps only what it found in the last kernel, and of semaphores it only prints.
     """
     kernels, said = [], []
-    namespace: dict[str, Any] = vars(simulator)
+    namespace: Any = vars(simulator)
     original = namespace["RaceDetectionState"]
 
     def watch(*args: Any, **kwargs: Any) -> Any:

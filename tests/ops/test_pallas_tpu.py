@@ -55,9 +55,8 @@ def in_eighths(given: Given) -> Given:
 )
 def test_all_options_together(dtype, layout, dma, size):
     case = Case(layout=layout, dma=dma)
-    for seed in range(2):
-        problem = given(*size, dtype, "bias", "mask", seed=seed, scalars=SCALARS)
-        check(case, with_impossible_columns(problem, (3, 5)))
+    problem = given(*size, dtype, "bias", "mask", scalars=SCALARS)
+    check(case, with_impossible_columns(problem, (3, 5)))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_one_option_at_a_time(takes, scalars):
 def test_sizes_that_no_block_divides(size):
     # Of arrays of a few elements, plain jnp is at times right by luck.
     few = {"ulps": 16.0, "by_row": False} if size[0] * size[2] < 1000 else {}
-    check(Case(layout="VD"), given(*size, "float32", "bias", "mask"), **few)
+    check(Case(layout="VD"), given(*size, "float32", "bias", "mask", scalars={"logit_scale": 0.5}), **few)
 
 
 @slow
@@ -119,7 +118,7 @@ def test_float64(x64, layout):
 @pytest.mark.parametrize(
     ("hidden", "lm_head", "layout"),
     [
-        ("bfloat16", "float32", "DV"),
+        pytest.param("bfloat16", "float32", "DV", marks=slow),
         # The bias alone in float32: its gradient is summed before any cast.
         ("bfloat16", "bfloat16", "VD"),
         pytest.param("float32", "bfloat16", "VD", marks=slow),
@@ -145,7 +144,17 @@ def test_logits_rounded_to_bfloat16(layout):
     assert not np.allclose(rounded["lse"], run(Case(layout=layout, wrt=()), problem)["lse"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("used", [*[(name,) for name in OUTPUT_NAMES], ("lse", "mean_logits")], ids=str)
+@pytest.mark.parametrize(
+    "used",
+    [
+        ("logprobs",),
+        ("entropy",),
+        ("lse", "mean_logits"),
+        pytest.param(("lse",), marks=slow),
+        pytest.param(("mean_logits",), marks=slow),
+    ],
+    ids=str,
+)
 def test_a_cotangent_of_one_statistic(used):
     # Flatter, for 1 - p of 1e-18 is beyond the oracle too, and nothing else in a row covers it.
     check(Case(used=used, layout="DV"), given(*RAGGED, "float32", "bias", "mask", scalars=FLATTER))
@@ -245,7 +254,7 @@ def test_targets_outside_the_vocabulary_are_nan_and_send_nothing_back():
     assert (alone["d_hidden"][outside] == 0).all() and (alone["d_hidden"][~outside] != 0).any(axis=1).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 @pytest.mark.parametrize("layout", ["DV", pytest.param("VD", marks=slow)])
 def test_a_token_of_probability_0_999_keeps_its_gradient(dtype, layout):
     """1 - p is 9e-4: p rounded to bfloat16 before the subtraction would leave 0 or 4e-3 of it."""

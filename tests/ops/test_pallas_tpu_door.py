@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ from logitless.ops.types import HeadOptions, LogitScalars
 from problems import equations, peaked, sizes_for
 from token_loss_oracle import weighted_nll
 
-SIMULATED = {"layout": "VD", "implementation": INTERPRETED, "block_sizes": sizes_for(INTERPRETED, None)}
-REFERENCE = {"layout": "VD", "implementation": "reference"}
+SIMULATED: dict[str, Any] = {"layout": "VD", "implementation": INTERPRETED, "block_sizes": sizes_for(INTERPRETED, None)}
+REFERENCE: dict[str, Any] = {"layout": "VD", "implementation": "reference"}
 
 
 def close(one, two):
@@ -98,8 +99,8 @@ def test_linear_cross_entropy(options):
     labels = jnp.where(problem.mask, problem.targets, -100)
 
     def both(how):
-        def loss(*inputs):
-            return linear_cross_entropy(*inputs, labels, **options, **how)
+        def loss(hidden, lm_head):
+            return linear_cross_entropy(hidden, lm_head, labels, **options, **how)
 
         return jax.value_and_grad(loss, (0, 1))(problem.hidden, problem.lm_head)
 
@@ -111,8 +112,9 @@ def test_linear_grpo_loss():
     old = linear_logprobs(hidden, lm_head, targets, **REFERENCE) + 0.1 * jnp.sin(jnp.arange(33.0).reshape(3, 11))
 
     def both(how):
-        def loss(*inputs):
-            out = linear_grpo_loss(*inputs, targets, old, jnp.asarray([1.0, 0.0, -0.5]), mask, **how)
+        def loss(hidden, lm_head):
+            advantages = jnp.asarray([1.0, 0.0, -0.5])
+            out = linear_grpo_loss(hidden, lm_head, targets, old, advantages, mask, **how)
             return out.loss, out.metrics
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, lm_head)
