@@ -93,7 +93,8 @@ def test_every_known_head_has_blocks_that_fit_and_that_are_whole_tiles(chip):
         problem = HeadProblem(n, head.hidden_size, head.vocab_size, BF16, BF16)
         for kernel in KERNELS:
             if not fits(kernel, problem, chip_of(KINDS[chip]), 16, 256):
-                assert chip == "v4" and head.hidden_size > 4096
+                # A frozen head takes two kernels there.
+                assert chip == "v4" and head.hidden_size > (3000 if kernel == "sweep" else 4096)
                 continue
             block_n, block_v = sizes(kernel, arrays(n, head.hidden_size, head.vocab_size), on(chip))
             assert block_n % 16 == 0 and block_v % 256 == 0 and block_n <= -(-n // 16) * 16

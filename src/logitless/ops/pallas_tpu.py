@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import cut_tokens, sort_tokens, take
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
-from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of
+from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of, takes_sweep
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
 from logitless.ops.pallas_tpu_kernels import (
     LANES,
@@ -90,6 +90,7 @@ def _forward(
     inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
 ) -> tuple[TokenStats, Normaliser, _Others]:
     frozen = wanted is not None and wanted.hidden and not wanted.lm_head and not wanted.bias
+    frozen = frozen and takes_sweep(inputs.hidden, inputs.lm_head, options)
     cut = _cut("sweep" if frozen else "forward", inputs, options)
     tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
     hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)

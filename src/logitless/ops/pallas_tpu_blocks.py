@@ -125,16 +125,22 @@ def backward_kernels(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> t
 
     Sizes that are given do not count here: too large ones for one kernel are refused, not made up for by two.
     """
-    problem, chip = HeadProblem.of(hidden, lm_head, options), chip_of(options.device_kind)
-    free = replace(options, block_n=None, block_v=None, block_bytes=None)
-
-    def seconds(kernel: str) -> float:
-        ranked = ranked_blocks(kernel, problem, chip, free)
-        return _seconds(kernel, problem, chip, ranked[0]) if ranked else float("inf")
-
+    together, *apart = (_best_seconds(k, hidden, lm_head, options) for k in ("backward", "d_hidden", "d_lm_head"))
     # Where nothing fits, the head's gradient says what stands in the way: it needs the most.
-    together, apart = seconds("backward"), seconds("d_hidden") + seconds("d_lm_head")
-    return ("backward",) if together <= apart and together < float("inf") else ("d_lm_head", "d_hidden")
+    return ("backward",) if together <= sum(apart) and together < float("inf") else ("d_lm_head", "d_hidden")
+
+
+def takes_sweep(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> bool:
+    """Whether a frozen head goes in one sweep; where that fits in small blocks alone, or not at all, two kernels do."""
+    together, *apart = (_best_seconds(k, hidden, lm_head, options) for k in ("sweep", "forward", "d_hidden"))
+    return together <= sum(apart) and together < float("inf")
+
+
+def _best_seconds(kernel: str, hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> float:
+    """By the model, with blocks of its own choice; infinite where none fit."""
+    problem, chip = HeadProblem.of(hidden, lm_head, options), chip_of(options.device_kind)
+    ranked = ranked_blocks(kernel, problem, chip, replace(options, block_n=None, block_v=None, block_bytes=None))
+    return _seconds(kernel, problem, chip, ranked[0]) if ranked else float("inf")
 
 
 def has_room(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> bool:

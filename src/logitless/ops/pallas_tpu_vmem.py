@@ -133,8 +133,8 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
     elif kernel == "sweep":
         found["running sums"] = _BUFFERS * (3 + problem.statistics) * per_token
         found["logits and weights"] = tile * (wide + common)
-        # In one layout the sweep collects the targets' columns as well.
-        found["mean column of the head"] = rows * wide + _BUFFERS * rows * (common + head)
+        # They leave through one buffer each; in one layout the sweep collects the targets' columns as well.
+        found["mean column of the head"] = rows * (wide + common + head)
     else:
         found["terms of the gradient"] = _BUFFERS * (3 + problem.statistics) * per_token
         found["gradient of the logits"] = tile * common
@@ -157,7 +157,7 @@ def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: i
     kept = 8 + -(-problem.hidden_size // 1024)
     taken = (kept + 2 * problem.statistics) * sub_tile + MIB // 2
     if kernel == "sweep":
-        taken += CHUNK_ROWS * problem.padded() * problem.sums.itemsize
+        taken += 5 * CHUNK_ROWS * problem.padded() * problem.sums.itemsize
     if problem.common.itemsize > 2:
         # A product in float32 is one of several parts of each operand.
         d, columns = problem.padded(), SUB_COLUMNS if kernel == "forward" else sub_tiles * SUB_COLUMNS
