@@ -187,6 +187,7 @@ def test_a_page_that_cannot_be_filled_is_left_as_it_is(tmp_path, capsys):
         with_tables("<!-- bench:toy -->\n", tmp_path)
 
 
-def test_the_readme_of_this_project_holds_the_tables_of_its_records():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md"])
+def test_the_pages_of_this_project_hold_the_tables_of_its_records(page):
+    text = (ROOT / page).read_text()
     assert with_tables(text, ROOT / "results") == text

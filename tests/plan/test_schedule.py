@@ -1,12 +1,13 @@
 """The schedule's reader against counts made by hand from the grid, on stored dumps of two versions of libtpu."""
 
+import collections
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from logitless.plan import bundles, scalar_unit
+from logitless.plan import bundles, scalar_unit, schedule
 from logitless.plan.schedule import ScheduleError, kernel_names, read_kernel
 
 # What make_dumps.py compiled; it is not imported, so that these tests need no Pallas.
@@ -202,3 +203,16 @@ def test_refuses_slots_that_do_not_fit_their_columns():
 )
 def test_scalar_instruction(operation, values, expected):
     assert scalar_unit.evaluate(operation, values) == expected
+
+
+def test_of_two_regions_that_exclude_each_other_the_least_time_has_the_shorter():
+    def region(start, end, condition, holds, is_loop=False):
+        return scalar_unit.Undecided(start, end, condition, holds, is_loop)
+
+    pair = [region(2, 8, "%p", True), region(8, 11, "%p", False)]
+    alone, loop = region(11, 15, "%q", True), region(15, 17, "%r", True, is_loop=True)
+    ran = scalar_unit.Run([3] * 20, [*pair, alone, loop], collections.Counter(), {})
+    # 20 bundles, three times; without the longer of the pair, and without the region that stands alone.
+    assert schedule._least_cycles(ran) == 3 * (20 - 6 - 4)
+    schedule._settle_exclusive(ran)
+    assert sum(ran.visits) == 3 * (20 - 3)

@@ -289,10 +289,10 @@ def _plain_loss(
         logits = case.softcap * jnp.tanh(logits / case.softcap)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     if case.loss == "cross_entropy":
-        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(dtype=jnp.float32), 1.0)
     ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
     token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).mean()
+    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1, dtype=jnp.float32), 1.0)).mean()
 
 
 def _need(holds: bool, message: str) -> None:
