@@ -56,6 +56,8 @@ def linear_token_stats_pallas_tpu(
 def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     """The same kernels in JAX's simulation of a TPU, on any device."""
 
+    # With the signature of `run`, by which the door's jit finds its static options.
+    @functools.wraps(run)
     def interpret(*args: Any) -> TokenStats:
         return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
 
