@@ -1,5 +1,6 @@
 """What `logitless plan` plans: the YAML config, and the loss and gradients of an LM head as functions with shapes."""
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +13,53 @@ from jax.sharding import PartitionSpec as P
 
 from logitless.bench.cases import DIFFERENTIATED, Loss, known_head
 from logitless.bench.errors import BenchError
-from logitless.losses.linear import linear_cross_entropy
+from logitless.losses.linear import cross_entropy, linear_cross_entropy
 from logitless.losses.linear_presets import linear_grpo_loss
-from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS
+from logitless.losses.policy_presets import grpo_loss
+from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, token_logprobs
 from logitless.plan import Topology, topology
 
 PLAIN = "plain_jnp"
 """The loss as it is written without a library: logits in the model's dtype, cast to float32, log_softmax."""
 
 TOKENS_AXIS = "tokens"
+
+INPUTS = {"hidden": DIFFERENTIATED, "logits": ("logits",)}
+"""What a program of each level starts from, and can be differentiated by."""
+
+
+@dataclass(frozen=True)
+class PlanVariant:
+    """A way to run the loss, of which each head is planned once.
+
+    Args:
+        name: as the table shows it.
+        differentiate: whose gradients are computed, at the level `hidden`; `[hidden]` for a frozen head.
+        level: `hidden` starts from hidden states; `logits` from logits in the dtype, which are donated.
+        masked: share of the tokens that the mask leaves out. It is a run-time number: kernels that skip them are
+            counted for it, all else in full.
+        flat: share of the rest that has no cotangent, such as a group without advantage.
+        heads: models that it is planned for; all of the config unless given.
+    """
+
+    name: str = ""
+    differentiate: tuple[Literal["hidden", "lm_head"], ...] = DIFFERENTIATED
+    level: Literal["hidden", "logits"] = "hidden"
+    masked: float = 0.0
+    flat: float = 0.0
+    heads: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("masked", "flat"):
+            _need(0 <= getattr(self, key) < 1, f"variant {self.name!r}: {key} must be at least 0 and below 1")
+
+    @property
+    def axis_shares(self) -> dict[str, float]:
+        """Of the blocks of tokens that a kernel could have, those that it visits."""
+        kept = 1.0 - self.masked
+        both = {name: kept * (1.0 - self.flat) for name in ("_backward", "_d_hidden")}
+        shares = {**both, "logitless": kept}
+        return {name: share for name, share in shares.items() if share != 1.0}
 
 
 @dataclass(frozen=True)
@@ -43,6 +82,7 @@ class PlanConfig:
         dtype: of hidden states and head.
         loss: `grpo` or `cross_entropy`.
         differentiate: whose gradients are computed; `[hidden]` for a frozen head.
+        variants: in place of `differentiate`: several ways to run the loss.
         solve: `tokens` finds the most tokens on a device that fit, in steps of `step`; `batch` the most sequences of
             `tokens` tokens each. In place of a plan of each size.
         step: of the tokens that `solve` tries; `batch` goes in steps of one sequence.
@@ -67,6 +107,7 @@ class PlanConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     loss: Loss = "grpo"
     differentiate: tuple[Literal["hidden", "lm_head"], ...] = DIFFERENTIATED
+    variants: tuple[PlanVariant, ...] = ()
     solve: Literal["tokens", "batch"] | None = None
     step: int = 1024
     most: int = 2**20
@@ -122,13 +163,15 @@ class PlanCase:
     dtype: str
     loss: Loss
     differentiate: tuple[str, ...]
+    variant: PlanVariant
 
 
 def cases_of(config: PlanConfig) -> list[PlanCase]:
-    """A case for each chip and head."""
+    """A case for each chip, way to run the loss, and head."""
     cases = []
-    for name in config.topologies:
-        for model in [known_head(head) for head in config.heads] or [None]:
+    variants = config.variants or (PlanVariant(differentiate=config.differentiate),)
+    for name, variant in itertools.product(config.topologies, variants):
+        for model in [known_head(head) for head in variant.heads or config.heads] or [None]:
             tied = model is not None and model.tied
             cases.append(
                 PlanCase(
@@ -141,7 +184,8 @@ def cases_of(config: PlanConfig) -> list[PlanCase]:
                     logit_scale=1.0 if model is None else model.logit_scale,
                     dtype=config.dtype,
                     loss=config.loss,
-                    differentiate=config.differentiate,
+                    differentiate=variant.differentiate if variant.level == "hidden" else ("logits",),
+                    variant=variant,
                 )
             )
     return cases
@@ -168,15 +212,17 @@ def program(
     def shape(dims: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=None if mesh is None else NamedSharding(mesh, spec))
 
+    inputs = (shape((batch, positions, case.hidden_size), dtype, split), shape(weight, dtype, whole))
+    if case.variant.level == "logits":
+        inputs = (shape((batch, positions, case.vocab_size), dtype, split),)
     args = (
-        shape((batch, positions, case.hidden_size), dtype, split),
-        shape(weight, dtype, whole),
+        *inputs,
         shape((batch, positions), jnp.int32, split),
         shape((batch, positions), wide, split),  # old_logprobs
         shape((batch,), wide, split),  # advantages
         shape((batch, positions), jnp.bool_, split),  # mask
     )
-    argnums = tuple(DIFFERENTIATED.index(name) for name in case.differentiate)
+    argnums = tuple(INPUTS[case.variant.level].index(name) for name in case.differentiate)
     step = jax.value_and_grad(_loss(case, implementation), argnums)
     if mesh is None:
         return step, args
@@ -185,49 +231,68 @@ def program(
         value, gradients = step(*args)
         # The gradient of the head is a sum over the tokens of all chips.
         summed = [
-            gradient if name == "hidden" else jax.lax.psum(gradient, TOKENS_AXIS)
+            jax.lax.psum(gradient, TOKENS_AXIS) if name == "lm_head" else gradient
             for name, gradient in zip(case.differentiate, gradients, strict=True)
         ]
         return jax.lax.pmean(value, TOKENS_AXIS), tuple(summed)
 
-    specs = tuple(split if name == "hidden" else whole for name in case.differentiate)
-    in_specs = (split, whole, split, split, split, split)
+    specs = tuple(whole if name == "lm_head" else split for name in case.differentiate)
+    in_specs = (*((split, whole) if case.variant.level == "hidden" else (split,)), split, split, split, split)
     # The replication check knows nothing of custom derivatives.
     return jax.shard_map(everywhere, mesh=mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False), args
 
 
-def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
-    if implementation == PLAIN:
-        return _plain_loss(case)
-    options: dict[str, Any] = {
-        "layout": case.layout,
-        "softcap": case.softcap,
-        "logit_scale": case.logit_scale,
-        "implementation": implementation,
-    }
+def donated(case: PlanCase) -> tuple[int, ...]:
+    """Arguments whose place a result may take: logits, of which nothing else is left to do."""
+    return (0,) if case.variant.level == "logits" else ()
 
-    def loss(hidden, lm_head, targets, old_logprobs, advantages, mask):
+
+def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
+    """The loss of the case's inputs and what every loss takes."""
+    plain = implementation == PLAIN
+
+    def of_hidden(hidden, lm_head, targets, old_logprobs, advantages, mask):
+        if plain:
+            logits = hidden @ (lm_head if case.layout == "DV" else lm_head.T)
+            return _plain_loss(case, logits, targets, old_logprobs, advantages, mask)
+        options: Any = {
+            "layout": case.layout,
+            "softcap": case.softcap,
+            "logit_scale": case.logit_scale,
+            "implementation": implementation,
+        }
         if case.loss == "cross_entropy":
             return linear_cross_entropy(hidden, lm_head, jnp.where(mask, targets, -100), **options)
         return linear_grpo_loss(hidden, lm_head, targets, old_logprobs, advantages, mask, **options).loss
 
-    return loss
-
-
-def _plain_loss(case: PlanCase) -> Callable[..., Any]:
-    def loss(hidden, lm_head, targets, old_logprobs, advantages, mask):
-        logits = hidden @ (lm_head if case.layout == "DV" else lm_head.T)
-        logits = logits.astype(jnp.float32) * case.logit_scale
-        if case.softcap is not None:
-            logits = case.softcap * jnp.tanh(logits / case.softcap)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    def of_logits(logits, targets, old_logprobs, advantages, mask):
+        if plain:
+            return _plain_loss(case, logits, targets, old_logprobs, advantages, mask)
+        options: Any = {
+            "softcap": case.softcap,
+            "logit_scale": case.logit_scale,
+            "implementation": implementation,
+        }
         if case.loss == "cross_entropy":
-            return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(), 1)
-        ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
-        token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-        return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).mean()
+            return cross_entropy(logits, jnp.where(mask, targets, -100), **options)
+        logprobs = token_logprobs(logits, targets, mask=mask, **options)
+        return grpo_loss(logprobs, old_logprobs, advantages, mask).loss
 
-    return loss
+    return of_hidden if case.variant.level == "hidden" else of_logits
+
+
+def _plain_loss(
+    case: PlanCase, logits: jax.Array, targets: Any, old_logprobs: Any, advantages: Any, mask: Any
+) -> jax.Array:
+    logits = logits.astype(jnp.float32) * case.logit_scale
+    if case.softcap is not None:
+        logits = case.softcap * jnp.tanh(logits / case.softcap)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    if case.loss == "cross_entropy":
+        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+    ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
+    token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1), 1)).mean()
 
 
 def _need(holds: bool, message: str) -> None:

@@ -30,18 +30,23 @@ def plan_markdown(records: Sequence[Record]) -> str:
     """The table of one run in markdown, its caption below."""
     shown = [i for i, name in enumerate(HEADERS) if name != "compile"]
     rows = [HEADERS, *(_cells(record, records) for record in records)]
-    versions = ", ".join(f"{name} {at}" for name, at in records[0]["versions"].items())
-    caption = plan_caption(records)
-    about = f"{versions}; commit {records[0]['commit'][:10]}, {records[0]['date'][:10]}"
+    caption, about = plan_caption(records), about_versions(records)
     return f"{markdown([[row[i] for i in shown] for row in rows])}\n\n{caption[0].upper()}{caption[1:]}. {about}.\n"
+
+
+def about_versions(records: Sequence[Record]) -> str:
+    versions = ", ".join(f"{name} {at}" for name, at in records[0]["versions"].items())
+    return f"{versions}; commit {records[0]['commit'][:10]}, {records[0]['date'][:10]}"
 
 
 def plan_caption(records: Sequence[Record]) -> str:
     """What was planned, and how far the figures go."""
     case = records[0]["case"]
+    wanted = {tuple(record["case"]["differentiate"]) for record in records}
     both = len(case["differentiate"]) == 2
     gradients = "both gradients" if both else f"the gradient of {case['differentiate'][0]} alone"
-    about = f"per device; {LOSSES[case['loss']]} loss and {gradients}, {case['dtype']}"
+    about = f"per device; {LOSSES[case['loss']]} loss and {gradients if len(wanted) == 1 else 'gradients'}"
+    about += f", {case['dtype']}"
     return f"{about}. Memory: exact. Time: {ESTIMATE}; see docs/planning.md"
 
 
@@ -58,7 +63,7 @@ def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
     temp = "" if plan["temp_bytes"] is None else size(plan["temp_bytes"]) + _ratio(plan, baseline, "temp_bytes")
     return (
         case["where"],
-        f"{case['head'] or ''} {sizes}".strip(),
+        " ".join(filter(None, (case["head"], sizes, _variant(case)))),
         f"{case['tokens']:,}",
         record["implementation"],
         temp,
@@ -71,6 +76,11 @@ def _cells(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
         _size(plan["collective_bytes"] or None),
         "cached" if plan["cached"] else f"{plan['compile_s']:.0f} s" if plan["compile_s"] else "",
     )
+
+
+def _variant(case: Record) -> str:
+    # Records from before there were variants have none.
+    return case.get("variant", {}).get("name", "")
 
 
 def _size(bytes_: float | int | None) -> str:
@@ -87,8 +97,8 @@ def baseline_of(record: Record, records: Sequence[Record]) -> Record | None:
     """The record of the first implementation at the same chip, head and size."""
     same = ("where", "head", "hidden_size", "vocab_size", "layout")
     size_too = () if record["case"]["solve"] else ("tokens",)
-    keys = (*same, *size_too)
-    return next((r for r in records if all(r["case"][key] == record["case"][key] for key in keys)), None)
+    keys = (*same, *size_too, "variant")
+    return next((r for r in records if all(r["case"].get(key) == record["case"].get(key) for key in keys)), None)
 
 
 def plan_words(records: Sequence[Record]) -> Iterator[str]:
@@ -96,7 +106,9 @@ def plan_words(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         case, plan = record["case"], record["plan"]
         baseline = baseline_of(record, records)
-        where = f"{record['implementation']} on {case['where']}{', ' + case['head'] if case['head'] else ''}"
+        where = ", ".join(
+            filter(None, (f"{record['implementation']} on {case['where']}", case["head"], _variant(case)))
+        )
         if case["solve"] is not None:
             yield f"{where}: {_solved(record, baseline)}"
         yield from (f"{where}: {_kernel(kernel)}" for kernel in plan["kernels"])

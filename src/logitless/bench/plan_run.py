@@ -8,10 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from logitless.bench.plan_cases import PlanCase, PlanConfig, cases_of, program
+from logitless.bench.plan_cases import PlanCase, PlanConfig, cases_of, donated, program
+from logitless.bench.plan_kernels import has_kernels, kernels_table
 from logitless.bench.plan_report import plan_table, plan_words
 from logitless.bench.plots import plot_plans
 from logitless.bench.records import append_records, commit_of_package, results_folder
+from logitless.ops.pallas_tpu_blocks import share_with_targets
 from logitless.plan import ProgramPlan, largest, plan_function
 from logitless.plan.compiler import OUT_OF_HBM, versions
 from logitless.plan.planner import STOPPED
@@ -53,7 +55,7 @@ def run_plan(config: PlanConfig) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("planning", total=len(jobs))
         for case, size, name in jobs:
-            said = f"{name} on {case.where}"
+            said = " ".join(filter(None, (name, case.variant.name, f"on {case.where}")))
             progress.update(task, description=said)
 
             def tell(size: int, plan: ProgramPlan, said: str = said) -> None:
@@ -69,6 +71,8 @@ def run_plan(config: PlanConfig) -> int:
     # A log file has no width of its own: the table is then as wide as it needs.
     console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     console.print(plan_table(records))
+    if has_kernels(records):
+        console.print(kernels_table(records))
     for line in plan_words(records):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if config.plot:
@@ -90,6 +94,9 @@ def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: 
         "timeout_s": config.timeout_s,
         "python": config.python,
         "use_cache": config.cache,
+        "data_shares": share_with_targets,
+        "axis_shares": case.variant.axis_shares,
+        "donate_argnums": donated(case),
     }
     where = str(case.where)
     if config.solve is None:

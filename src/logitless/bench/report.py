@@ -1,8 +1,8 @@
 """Shows the records of a bench: a table on the terminal, sentences, and the tables and plots of the README.
 
 `logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
-table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan) from `results/NAME.jsonl`, and
-draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
+table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan, `kernels:NAME` for its kernels)
+from `results/NAME.jsonl`, and draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
 """
 
 import re
@@ -15,13 +15,16 @@ from rich.table import Table
 
 from logitless._files import replace_file
 from logitless.bench.errors import BenchError
+from logitless.bench.plan_kernels import kernels_markdown
 from logitless.bench.plan_report import LOSSES, plan_markdown
 from logitless.bench.records import latest_run, read_records
 from logitless.bench.units import duration, factor, markdown, size
 
 Record = dict[str, Any]
 
-MARKED = re.compile(r"(<!-- (?P<kind>bench|plan):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL)
+MARKED = re.compile(
+    r"(<!-- (?P<kind>bench|plan|kernels):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL
+)
 USAGE = "usage: logitless bench report [README.md [results]]"
 
 
@@ -201,13 +204,17 @@ def markdown_table(records: Sequence[Record]) -> str:
     return f"{table}\n\n{caption(records)[0].upper()}{caption(records)[1:]}.\n"
 
 
+MARKDOWN = {"bench": markdown_table, "plan": plan_markdown, "kernels": kernels_markdown}
+"""A table of a run's records, by the kind that its marker names."""
+
+
 def with_tables(text: str, results: Path) -> str:
     """The text with each marked table made anew from the last run in its record.
 
     Raises:
         BenchError: a marker has no end or its record is missing.
     """
-    opened = re.findall(r"<!-- ((?:bench|plan):[\w.-]+) -->", text)
+    opened = re.findall(r"<!-- ((?:bench|plan|kernels):[\w.-]+) -->", text)
     closed = [f"{match['kind']}:{match['name']}" for match in MARKED.finditer(text)]
     if opened != closed:
         missing = next(name for name in opened if opened.count(name) != closed.count(name))
@@ -215,7 +222,7 @@ def with_tables(text: str, results: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         records = latest_run(read_records(results / f"{match['name']}.jsonl"))
-        return match[1] + (markdown_table if match["kind"] == "bench" else plan_markdown)(records) + match[4]
+        return match[1] + MARKDOWN[match["kind"]](records) + match[4]
 
     return MARKED.sub(table, text)
 

@@ -219,7 +219,9 @@ def _call(
     )
 
 
-def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) -> pl.BlockSpec:
+def _spec(
+    cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None, buffers: int | None = None
+) -> pl.BlockSpec:
     """A block; `axes` says which index of the grid moves it along each: that of the tokens, of the vocabulary, none."""
 
     def place(core: Any, outer: Any, inner: Any) -> tuple[Any, ...]:
@@ -230,7 +232,7 @@ def _spec(cut: Cut, by_tokens: bool, shape: tuple[int, int], *axes: str | None) 
             at = {"n": inner, "v": jnp.minimum(core * cut.blocks_of_core + outer, cut.blocks - 1)}
         return tuple(0 if axis is None else at[axis] for axis in axes)
 
-    return pl.BlockSpec(shape, place)
+    return pl.BlockSpec(shape, place, pipeline_mode=None if buffers is None else pl.Buffered(buffers))
 
 
 def _specs(refs: HeadRefs, cut: Cut, by_tokens: bool) -> HeadRefs:
@@ -280,8 +282,10 @@ def _run_sweep(
     if cut.v_axis:
         chunks = _ranges(targets, chunk_rows(cut.block_n), cut.vocab)
         own = jax.ShapeDtypeStruct((places, d), refs.lm_head.dtype)
+    # One buffer each: they leave once for a block of tokens, and two would not fit.
+    leaving = _spec(cut, True, (cut.block_n, d), "n", None, buffers=1)
     out = (
-        [spec, SweepRefs(specs.hidden, None if own is None else specs.hidden)],
+        [spec, SweepRefs(leaving, None if own is None else leaving)],
         [shape, SweepRefs(jax.ShapeDtypeStruct((places, d), common), own)],
     )
     tile, rows = (cut.block_n, cut.block_v), (cut.block_n, d)

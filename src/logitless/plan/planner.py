@@ -5,8 +5,9 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def plan_function(
     python: str | None = None,
     use_cache: bool = True,
     data_shares: Callable[[str, tuple[int, ...]], float | None] | None = None,
+    axis_shares: Mapping[str, float] | None = None,
 ) -> ProgramPlan:
     """Memory and time of a function on a chip that is not here, by the chip's real compiler. Nothing is run.
 
@@ -60,6 +62,8 @@ def plan_function(
         data_shares: `(kernel, grid)` to the share of its steps in which the regions of a kernel run whose condition
             hangs on data, None where nobody knows; of two regions under a condition and its negation, the longer one.
             Without it they count in full.
+        axis_shares: for kernels of a name that contains a key, the share of the steps of each run-time axis of the grid
+            that is counted, such as half of the blocks of tokens that there can be; others count in full.
 
     Returns:
         A `ProgramPlan`, per device. A program that does not compile is one that does not fit, with the reason.
@@ -84,10 +88,11 @@ def plan_function(
         program = export_program(fn, args, place, donate_argnums)
     except LoweringFailed as error:
         return ProgramPlan(str(place), False, str(error), place.chip.hbm_bytes, reserve_bytes)
-    entry = cache_dir() / "plan" / f"{_key(program, place, found)}.json"
+    shares = dict(axis_shares or {})
+    entry = cache_dir() / "plan" / f"{_key(program, place, found, shares)}.json"
     plan = _read(entry) if use_cache else None
     if plan is None:
-        plan, lasting = _compile(program, place, timeout_s, python or sys.executable)
+        plan, lasting = _compile(program, place, timeout_s, python or sys.executable, shares)
         if use_cache and lasting:
             entry.parent.mkdir(parents=True, exist_ok=True)
             replace_file(entry, json.dumps(dataclasses.asdict(plan)).encode())
@@ -167,17 +172,19 @@ def _guess(plans: dict[int, ProgramPlan], low: int, high: int) -> int:
     return min(max(guess, low + 1), high - 1)
 
 
-def _compile(program: Program, place: Topology, timeout_s: float, python: str) -> tuple[ProgramPlan, bool]:
+def _compile(
+    program: Program, place: Topology, timeout_s: float, python: str, shares: Mapping[str, float]
+) -> tuple[ProgramPlan, bool]:
     """The plan, and whether the same answer would come again."""
     empty = ProgramPlan(str(place), fits=False, reason=None, hbm_bytes=place.chip.hbm_bytes)
     try:
         with compiled(program, place, timeout_s=timeout_s, python=python) as result:
-            return _plan_of(result, program, place), True
+            return _plan_of(result, program, place, shares), True
     except CompileFailed as error:
         return dataclasses.replace(empty, reason=str(error), total_bytes=error.needed_bytes), error.lasting
 
 
-def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan:
+def _plan_of(result: Compiled, program: Program, place: Topology, shares: Mapping[str, float]) -> ProgramPlan:
     sizes, chip = result.sizes, place.chip
     plan = ProgramPlan(
         str(place),
@@ -197,7 +204,7 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
     bounds = "; ".join(dict.fromkeys(sums.bounded))
     notes = (*((f"loops over what may be skipped count in full ({bounds})",) if bounds else ()), *sums.unknown)
     try:
-        kernels = tuple(_kernel(name, call, result, chip) for name, call in sums.kernels.items())
+        kernels = tuple(_kernel(name, call, result, chip, shares) for name, call in sums.kernels.items())
     except ScheduleError as error:
         # The bytes are exact all the same.
         return dataclasses.replace(plan, notes=(*notes, f"no time: a schedule that cannot be read ({error})"))
@@ -214,10 +221,12 @@ def _plan_of(result: Compiled, program: Program, place: Topology) -> ProgramPlan
     )
 
 
-def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip) -> KernelPlan:
+def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip, shares: Mapping[str, float]) -> KernelPlan:
     """A kernel by its schedule, all of its runs together."""
     assert result.schedules is not None and chip.clock_hz is not None
-    schedule = read_kernel(result.schedules, name, steps=call.steps, granule_bytes=chip.granule_bytes)
+    share = next((share for part, share in shares.items() if part in name), 1.0)
+    steps = tuple(None if n is None else ceil(n * share) for n in call.steps)
+    schedule = read_kernel(result.schedules, name, steps=steps, granule_bytes=chip.granule_bytes)
     unknown = [
         f"{'loop' if region.is_loop else 'region'} of {region.end - region.start} bundles under "
         f"{region.condition or 'a condition'}: of unknown frequency, counted {'once' if region.is_loop else 'in full'}"
@@ -279,13 +288,14 @@ def _with_reserve(plan: ProgramPlan, reserve_bytes: int) -> ProgramPlan:
     return dataclasses.replace(plan, fits=reason is None, reason=reason, reserve_bytes=reserve_bytes)
 
 
-def _key(program: Program, place: Topology, found: dict[str, str]) -> str:
+def _key(program: Program, place: Topology, found: dict[str, str], shares: dict[str, float]) -> str:
     parts = (
         program.identity,
         program.mesh,
         program.donated,
         dataclasses.asdict(place),
         found,
+        shares,
         _source(),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
