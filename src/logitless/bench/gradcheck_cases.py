@@ -28,7 +28,10 @@ from logitless.ops.api import linear_logprobs, token_logprobs
 ABSOLUTE = (
     "abs_diff_loss",
     "fwd/logp_max_abs",
-    *(f"d{name}_max_abs" for name in ("hidden", "lm_head", "bias", "logits")),
+    "dhidden_max_abs",
+    "dlm_head_max_abs",
+    "dbias_max_abs",
+    "dlogits_max_abs",
 )
 """The absolute errors of a record, by name."""
 
@@ -62,8 +65,8 @@ class GradcheckCase:
         seeds: one run each; the record keeps the worst.
         oracle_dtype: float64, or float32 on a device without it.
         factor: how many times the error of plain jnp is allowed.
-        floors: what is allowed on top of the factor, by record name, such as dhidden_max_abs, in place of a few units in
-            the last place.
+        floors: what is allowed on top of the factor, by record name, such as dhidden_max_abs, in place of a few units
+            in the last place.
         gates: absolute limits by record name, such as dhidden_max_rel, on top of the budget.
     """
 
@@ -127,8 +130,8 @@ def run_gradcheck(config: GradcheckConfig) -> int:
         The exit code: 0 when every case keeps its budget and its gates, 1 otherwise.
 
     Raises:
-        BenchError: a case asks for what cannot be, which is raised before anything is computed, or its inputs are not as
-            peaked as it promises. Nothing is written.
+        BenchError: a case asks for what cannot be, which is raised before anything is computed, or its inputs are not
+            as peaked as it promises. Nothing is written.
     """
     if not config.cases:
         raise BenchError("cases is empty: give at least one case")
@@ -136,6 +139,9 @@ def run_gradcheck(config: GradcheckConfig) -> int:
     _check_keys("beside", [key for figures in config.beside.values() for key in figures], ABSOLUTE)
     path = results_folder(config.results_dir) / "gradcheck.jsonl"
     console = Console(soft_wrap=True)
+    if config.beside and not console.is_terminal:
+        # Into a file or a pipe: wide enough for a row on one line.
+        console.width = 140
     error_console = Console(stderr=True, soft_wrap=True, highlight=False)
     records, failures = [], []
     origin = _origin()
@@ -145,7 +151,7 @@ def run_gradcheck(config: GradcheckConfig) -> int:
         failures += [f"{case.case.name} (seed {seed}): {failure}" for seed, failure in broken]
         title = f"{case.case.name}, seed {worst_seed}"
         console.print(_table(title, report, config.beside, ok=not broken))
-        console.print(facts, markup=False, highlight=False)
+        console.print(str(facts), markup=False, highlight=False)
         record = origin | case.record() | report.record() | facts.record()
         records.append(record | {"seed": worst_seed, "ok": not broken})
     for failure in failures:
