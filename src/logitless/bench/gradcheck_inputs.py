@@ -100,7 +100,7 @@ def _logits(resolved: "ResolvedCase", arrays: Mapping[str, jax.Array]) -> jax.Ar
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.matmul(arrays["hidden"], head, precision=highest, preferred_element_type=jnp.float32)
         if case.bias:
-            logits += arrays["bias"].astype(jnp.float32)
+            logits += arrays["bias"].astype(jnp.float32)[None, None, :]
     logits *= resolved.logit_scale
     if resolved.softcap is not None:
         logits = resolved.softcap * jnp.tanh(logits / resolved.softcap)
