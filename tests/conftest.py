@@ -17,6 +17,7 @@ def strict_jax():
 
 @pytest.fixture
 def x64():
-    """64-bit inputs, for goldens and oracles."""
-    with jax.enable_x64(True):
-        yield
+    """64-bit inputs, for goldens and oracles; in all threads, for the simulated TPU has threads of its own."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)

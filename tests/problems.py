@@ -8,6 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from logitless.ops.api import IMPLEMENTATIONS, TOKEN_LOSS_IMPLEMENTATIONS
+from logitless.ops.choice import INTERPRETED, PALLAS
+
+# Those that run on any device at full speed.
+HERE = [name for name in IMPLEMENTATIONS if name not in (PALLAS, INTERPRETED)]
+TOKEN_LOSS_HERE = [name for name in TOKEN_LOSS_IMPLEMENTATIONS if name not in (PALLAS, INTERPRETED)]
+# With the simulated TPU, which takes seconds a program.
+EVERYWHERE = [*HERE, INTERPRETED]
+
+
+def sizes_for(implementation: str, sizes: dict[str, int] | None) -> dict[str, int] | None:
+    """`sizes`, but for the simulated TPU the smallest blocks that its kernels have, whose programs compile fastest."""
+    return {"block_n": 16, "block_v": 256} if implementation == INTERPRETED else sizes
+
+
 # N, D, V, each named for the regime it covers.
 SIZES = {
     "nothing divides": (37, 24, 301),

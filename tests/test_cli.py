@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from logitless.bench import gradcheck_cases
-from logitless.cli import JOBS, main
+from logitless.cli import JOBS, SECOND_WORDS, main
 
 CASE = (
     "{name: small, hidden_size: 16, vocab_size: 101, tokens: 13, implementation: chunked, block_sizes: {block_v: 32}}"
@@ -184,9 +184,9 @@ def test_a_bug_keeps_its_traceback(tmp_path, monkeypatch):
         main(["gradcheck", write(tmp_path, f"cases: [{CASE}]\n")])
 
 
-@pytest.mark.parametrize("command", list(JOBS))
+@pytest.mark.parametrize("command", [*JOBS, *SECOND_WORDS])
 def test_help_of_a_command_shows_an_example_and_the_exit_codes(command, capsys):
-    assert main([command, "--help"]) == 0
+    assert main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert f"usage: logitless {command} CONFIG.yaml" in text
     assert f"\n  logitless {command} configs/" in text
@@ -196,7 +196,7 @@ def test_help_of_a_command_shows_an_example_and_the_exit_codes(command, capsys):
 def test_the_overview_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for command in JOBS)
+    assert all(f"\n  {command} " in text for command in (*JOBS, *SECOND_WORDS))
     assert main([]) == 2
 
 

@@ -68,6 +68,19 @@ def _plan() -> tuple[type, Callable[[Any], int]]:
     return PlanConfig, run_plan
 
 
+def _compile() -> tuple[type, Callable[[Any], int]]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from logitless.bench.compile_matrix import CompileConfig, run_compile
+
+    return CompileConfig, run_compile
+
+
+def _tune() -> tuple[type, Callable[[Any], int]]:
+    from logitless.bench.tune import TuneConfig, run_tune
+
+    return TuneConfig, run_tune
+
+
 JOBS = {
     "bench": _Job(
         "time and memory of implementations, side by side",
@@ -116,6 +129,32 @@ examples:
     ),
 }
 
+SECOND_WORDS = {
+    "bench tune": _Job(
+        "which block sizes are fastest?",
+        """\
+Tries the few block sizes that fit for each chip, head and TPU kernel, and writes the fastest into a table that the
+kernels read. On a TPU it times them; elsewhere it ranks them by the compiler's schedule, as plan does. What was
+compiled once is not compiled again.
+
+example:
+  logitless bench tune configs/tune_v6e.yaml --out src/logitless/data/block_sizes.json""",
+        _tune,
+    ),
+    "plan compile": _Job(
+        "do the TPU kernels compile at every size, on every chip?",
+        """\
+Compiles the log-probabilities and both gradients by the TPU kernels for each chip, size and layout, without running
+anything, and writes one line a cell into results/: what compiled, with its blocks, VMEM and schedule, or why not.
+It can be stopped and started again: what was compiled once is not compiled again.
+
+example:
+  logitless plan compile configs/compile_matrix.yaml""",
+        _compile,
+    ),
+}
+"""Jobs of two words; `bench report` and `plan calibrate`, which read no config, stand in `_run`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
@@ -147,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, words: list[str]) -> int:
+    if f"{command} {words[0] if words else ''}" in SECOND_WORDS:
+        command, words = f"{command} {words[0]}", words[1:]
     program = f"logitless {command}"
     if command == "bench" and words[:1] == ["report"]:
         from logitless.bench.report import main as report
@@ -157,7 +198,7 @@ def _run(command: str, words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in words):
         _parser(command).print_help()
         return 0
-    return _guarded(program, lambda: JOBS[command].load()[1](read_config(command, words)))
+    return _guarded(program, lambda: _job(command).load()[1](read_config(command, words)))
 
 
 def _calibrate(words: list[str]) -> int:
@@ -191,8 +232,12 @@ def read_config(command: str, words: Sequence[str]) -> Any:
     except ArgumentError as error:
         raise _BadInput(f"{path}: {_plain_words(str(error))}") from error
     del namespace["config"]
-    config_class = JOBS[command].load()[0]
+    config_class = _job(command).load()[0]
     return config_class(**vars(parser.instantiate(namespace)))
+
+
+def _job(command: str) -> _Job:
+    return JOBS[command] if command in JOBS else SECOND_WORDS[command]
 
 
 class _BadInput(Exception):
@@ -200,7 +245,7 @@ class _BadInput(Exception):
 
 
 def _parser(command: str) -> ArgumentParser:
-    program, job = f"logitless {command}", JOBS[command]
+    program, job = f"logitless {command}", _job(command)
     parser = ArgumentParser(
         prog=program,
         usage=f"{program} CONFIG.yaml [--key value ...]",
@@ -250,8 +295,9 @@ def _complain(program: str, message: str) -> int:
 
 
 def _overview() -> str:
-    width = max(map(len, JOBS))
-    commands = "\n".join(f"  {name:<{width}}  {job.summary}" for name, job in JOBS.items())
+    jobs = JOBS | SECOND_WORDS
+    width = max(map(len, jobs))
+    commands = "\n".join(f"  {name:<{width}}  {job.summary}" for name, job in jobs.items())
     return f"""\
 usage: logitless COMMAND CONFIG.yaml [--key value ...]
 

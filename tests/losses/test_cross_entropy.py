@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from oracle import assert_close, central_differences, fixture
 
 from logitless import cross_entropy, linear_cross_entropy
-from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS
+from logitless.ops.api import LOGITS_IMPLEMENTATIONS
+from problems import HERE
 
 F = fixture()
 HIDDEN, HEAD, LABELS = F["hidden"].reshape(6, 3), F["lm_head"], F["targets"].reshape(6)
@@ -74,7 +75,7 @@ def _same(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-8) ->
         assert_close(one, two, rtol=rtol, atol=atol, what=name)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(("option", "layout"), [*[(option, "VD") for option in OPTIONS], ("everything", "DV")])
 def test_linear_options_and_reductions(x64, option, implementation, layout):
     # Cases 12, 28, 106
@@ -110,7 +111,7 @@ def test_logits_options_and_reductions(x64, option, implementation):
         assert_close(grad, expected, what=f"gradient, {reduction}")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_reported_sums_with_an_ignored_label(dtype, implementation):
     # Case 12
     h, w = HIDDEN.astype(dtype), HEAD.astype(dtype)
@@ -124,7 +125,7 @@ def test_reported_sums_with_an_ignored_label(dtype, implementation):
     assert_close(plain, 9.067510147139071, rtol=rtol, atol=0.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_reported_head_gradient_of_weighted_tokens(x64, implementation):
     # Case 28
     expected = [
@@ -140,7 +141,7 @@ def test_reported_head_gradient_of_weighted_tokens(x64, implementation):
         assert_close(gradients[1], expected, atol=6e-9, what="d_lm_head")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(
     ("options", "input_dtype"), [({}, "float32"), (OPTIONS["everything"], "bfloat16")], ids=["plain", "everything"]
 )
@@ -209,7 +210,7 @@ def test_label_outside_the_vocabulary(x64, label):
             call(labels)
     expected = -F["logprobs"].copy()
     expected[1, 0] = np.nan
-    for implementation in IMPLEMENTATIONS:
+    for implementation in HERE:
         options: dict[str, Any] = {"reduction": "none", "implementation": implementation}
 
         def linear(y: jax.Array, options: dict[str, Any] = options) -> jax.Array:
@@ -236,7 +237,7 @@ def test_strided_inputs_equal_contiguous_ones(x64):
     _same(one, two, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_gradients_scale_with_the_cotangent(x64, implementation):
     # Case 38
     def f(h: jax.Array, w: jax.Array) -> jax.Array:
@@ -250,7 +251,7 @@ def test_gradients_scale_with_the_cotangent(x64, implementation):
             assert_close(gradient, cotangent * expected, what=f"gradient for a cotangent of {cotangent}")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_tied_embedding_gets_both_gradients(x64, implementation):
     # Case 42
     expected = [
@@ -271,7 +272,7 @@ def test_tied_embedding_gets_both_gradients(x64, implementation):
     assert_close(grad, expected, atol=6e-9, what="gradient")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(("n", "v", "d"), [(1, 2, 9), (7, 3, 2), (1, 1, 1), (3, 1, 4)])
 def test_odd_sizes(x64, n, v, d, implementation):
     # Case 82
@@ -295,7 +296,7 @@ def test_support_after_top_p(dtype):
         assert_close(loss, expected, **tolerance)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_ignored_tokens_may_hold_anything(x64, implementation):
     h, weights = HIDDEN.copy(), WEIGHTS.copy()
     h[1], weights[1] = np.nan, np.nan

@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from logitless.audit import assert_logitless
 from logitless.ops.api import (
-    IMPLEMENTATIONS,
     LOGITS_IMPLEMENTATIONS,
     linear_logprobs,
     linear_token_stats,
     token_logprobs,
     token_stats,
 )
-from problems import assert_in_budget, dynamic_loops, peaked
+from problems import HERE, assert_in_budget, dynamic_loops, peaked
 
-every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-blocked = pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
+every = pytest.mark.parametrize("implementation", HERE)
+blocked = pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
 SMALL = {"block_n": 8, "block_v": 50}
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_token_stats, token_stats
+from logitless.ops.api import LOGITS_IMPLEMENTATIONS, linear_token_stats, token_stats
 from logitless.ops.types import OUTPUT_NAMES, Layout
-from problems import SIZES, assert_in_budget, in_layout, peaked
+from problems import HERE, SIZES, assert_in_budget, in_layout, peaked
 
 OPTIONS = {
     "plain": {},
@@ -25,7 +25,7 @@ BLOCKS = {
     "ragged blocks": {"block_n": 16, "block_v": 100},
     "tiny blocks": {"block_n": 3, "block_v": 2},
 }
-CANDIDATES = [name for name in IMPLEMENTATIONS if name != "reference"]
+CANDIDATES = [name for name in HERE if name != "reference"]
 
 
 @functools.cache

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
+from logitless.ops.api import LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
 from logitless.ops.types import Layout
-from problems import equations, fixture_f
+from problems import EVERYWHERE, HERE, INTERPRETED, equations, fixture_f, sizes_for
 
 pytestmark = pytest.mark.usefixtures("x64")
-every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every = pytest.mark.parametrize("implementation", HERE)
+everywhere = pytest.mark.parametrize("implementation", EVERYWHERE)
 BIAS = np.array([0.3, -0.2, 0.0, 0.5, -1.0])
 
 LOGPROBS = [[-0.70239081, -2.71926404, -2.13514837], [-1.61467381, -1.40126372, -3.21403343]]
@@ -24,7 +25,7 @@ ENTROPY = [[1.26144504, 1.2884643, 1.24253341], [1.43671541, 1.30669909, 1.35566
 def stats(implementation, *, layout="VD", blocks=None, **options):
     hidden, lm_head, targets = fixture_f()
     head = lm_head if layout == "VD" else lm_head.T
-    sizes = {"block_v": blocks, "block_n": 4} if blocks else None
+    sizes = sizes_for(implementation, {"block_v": blocks, "block_n": 4} if blocks else None)
     run = {"layout": layout, "implementation": implementation, "block_sizes": sizes}
     return linear_token_stats(hidden, head, targets, **run, **options)
 
@@ -33,9 +34,11 @@ def near(x, expected):
     np.testing.assert_allclose(x, expected, atol=1e-8, rtol=0)
 
 
-@every
+@pytest.mark.parametrize(
+    ("implementation", "blocks"),
+    [(name, blocks) for name in HERE for blocks in (None, 1, 2, 3, 5, 64)] + [(INTERPRETED, None)],
+)
 @pytest.mark.parametrize("layout", ["DV", "VD"])
-@pytest.mark.parametrize("blocks", [None, 1, 2, 3, 5, 64])
 def test_fixture_f_in_both_layouts_at_any_block_size(implementation, layout, blocks):
     out = stats(implementation, layout=layout, blocks=blocks)
     near(out.logprobs, LOGPROBS)
@@ -44,14 +47,14 @@ def test_fixture_f_in_both_layouts_at_any_block_size(implementation, layout, blo
     assert out.mean_logits is None
 
 
-@every
+@everywhere
 def test_08_logit_scale_reaches_values_and_head_gradient(implementation):
     out = stats(implementation, logit_scale=0.0625)
     near(out.logprobs, [[-1.52853962, -1.65574377, -1.617895], [-1.59730288, -1.57766769, -1.69144885]])
     hidden, lm_head, targets = fixture_f()
 
     def total(w, scale):
-        run = {"layout": "VD", "implementation": implementation}
+        run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes_for(implementation, None)}
         return linear_logprobs(hidden, w, targets, logit_scale=scale, **run).sum()
 
     near(jax.grad(total)(lm_head, 0.0625), 0.0625 * jax.grad(total)(0.0625 * lm_head, 1.0))
@@ -118,10 +121,15 @@ def test_18_a_block_that_is_all_minus_inf(implementation, place, first, blocks, 
     assert (np.asarray(gradients[1])[list(place)] == 0).all() and (np.asarray(gradients[2])[list(place)] == 0).all()
 
 
-@every
+@everywhere
 def test_16_labels_outside_the_vocabulary(implementation):
     hidden, lm_head, targets = fixture_f()
-    run = functools.partial(linear_logprobs, layout="VD", implementation=implementation)
+    run = functools.partial(
+        linear_logprobs,
+        layout="VD",
+        implementation=implementation,
+        block_sizes=sizes_for(implementation, None),
+    )
     for wrong in (5, -1):
         bad = targets.copy()
         bad[1, 2] = wrong
@@ -152,7 +160,7 @@ def test_20_strided_inputs(implementation):
     near(token_stats(logits, targets, implementation=implementation).logprobs, LOGPROBS)
 
 
-@every
+@everywhere
 def test_34_entropy_has_a_gradient(implementation):
     hidden, lm_head, targets = fixture_f()
     expected = [
@@ -162,11 +170,12 @@ def test_34_entropy_has_a_gradient(implementation):
         [0.30786389, 0.27814898, -0.00729483],
         [0.75747042, 0.62605686, -0.08095048],
     ]
-    run = {"layout": "VD", "implementation": implementation, "block_sizes": {"block_v": 2}}
+    sizes = sizes_for(implementation, {"block_v": 2})
+    run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes}
     near(jax.grad(lambda w: linear_token_stats(hidden, w, targets, **run).entropy.sum())(lm_head), expected)
 
 
-@every
+@everywhere
 def test_36_logprobs_and_entropy_in_one_loss(implementation):
     hidden, lm_head, targets = fixture_f()
     expected = [
@@ -178,7 +187,8 @@ def test_36_logprobs_and_entropy_in_one_loss(implementation):
     ]
 
     def loss(w):
-        run = {"layout": "VD", "implementation": implementation, "block_sizes": {"block_v": 2}}
+        sizes = sizes_for(implementation, {"block_v": 2})
+        run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes}
         out = linear_token_stats(hidden, w, targets, **run)
         return out.logprobs.sum() + 0.5 * out.entropy.sum()
 
@@ -199,7 +209,7 @@ def test_38_the_incoming_cotangent_scales_the_gradient(implementation):
         near(gradient(factor), factor * gradient(1.0))
 
 
-@every
+@everywhere
 def test_28_each_token_carries_its_own_cotangent(implementation):
     hidden, lm_head, targets = fixture_f()
     expected = [
@@ -210,7 +220,7 @@ def test_28_each_token_carries_its_own_cotangent(implementation):
         [-3.06792545, -1.91321566, 1.0004958],
     ]
     g = jnp.array([1, 0, 2, -1, 0.5, 3])
-    run = {"layout": "VD", "implementation": implementation}
+    run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes_for(implementation, None)}
 
     def loss(w):
         return -(g * linear_logprobs(hidden.reshape(6, 3), w, targets.reshape(6), **run)).sum()
@@ -218,7 +228,7 @@ def test_28_each_token_carries_its_own_cotangent(implementation):
     near(jax.grad(loss)(lm_head), expected)
 
 
-@every
+@everywhere
 def test_42_a_tied_embedding_gets_both_gradients(implementation):
     _, embedding, targets = fixture_f()
     expected = [
@@ -230,7 +240,7 @@ def test_42_a_tied_embedding_gets_both_gradients(implementation):
     ]
 
     def loss(e):
-        run = {"layout": "VD", "implementation": implementation}
+        run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes_for(implementation, None)}
         return -linear_logprobs(e[np.array([0, 1, 2, 3, 4, 0])], e, targets.reshape(6), **run).sum()
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(embedding))

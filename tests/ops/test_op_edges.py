@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from logitless import linear_logprobs, linear_token_stats
-from logitless.ops.api import IMPLEMENTATIONS
+from problems import HERE
 
 
 def _problem(vocab):
     return jax.random.normal(jax.random.key(0), (3, 4)), jax.random.normal(jax.random.key(1), (4, vocab))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(("dtype", "vocab"), [("int8", 300), ("uint8", 300), ("int16", 40_000), ("uint16", 70_000)])
 def test_ids_too_narrow_to_hold_v(dtype, vocab, implementation):
     hidden, lm_head = _problem(vocab)
@@ -23,7 +23,7 @@ def test_ids_too_narrow_to_hold_v(dtype, vocab, implementation):
     np.testing.assert_array_equal(narrow, wide)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 @pytest.mark.parametrize(("dtype", "vocab"), [("int8", 300), ("int16", 70_000), ("int32", 300)])
 def test_a_traced_negative_id_gives_nan(dtype, vocab, implementation):
     hidden, lm_head = _problem(vocab)
@@ -60,7 +60,7 @@ def test_outputs_from_a_generator():
     assert stats.lse is not None and stats.entropy is not None
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", HERE)
 def test_rounded_logits_of_float64_stay_float64(x64, implementation):
     hidden, lm_head = (x.astype(jnp.float64) for x in _problem(9))
     logprobs = linear_logprobs(

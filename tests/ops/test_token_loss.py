@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, linear_token_loss
+from logitless.ops.api import linear_token_loss
 from logitless.ops.types import Layout
-from problems import SIZES, Problem, assert_in_budget, fixture_f, in_layout, peaked
+from problems import SIZES, TOKEN_LOSS_HERE, Problem, assert_in_budget, fixture_f, in_layout, peaked
 from token_loss_oracle import LOSSES, Outcome, by_hand, plain, softmax, weighted_nll
 
-every = pytest.mark.parametrize("implementation", TOKEN_LOSS_IMPLEMENTATIONS)
-blocked = pytest.mark.parametrize("implementation", [x for x in TOKEN_LOSS_IMPLEMENTATIONS if x != "reference"])
+every = pytest.mark.parametrize("implementation", TOKEN_LOSS_HERE)
+blocked = pytest.mark.parametrize("implementation", [x for x in TOKEN_LOSS_HERE if x != "reference"])
 
 OPTIONS = {
     "plain": {},

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, linear_logprobs, linear_token_loss
-from problems import in_layout, peaked
+from logitless.ops.api import linear_logprobs, linear_token_loss
+from problems import TOKEN_LOSS_HERE, in_layout, peaked
 from token_loss_oracle import SMALL_BLOCKS, clipped, close, loss_of, weighted_nll
 
 # What one pass has alone: the others are a sum over statistics, whose own tests ask the same of them.
 one_pass = pytest.mark.parametrize("implementation", ["one_pass"])
-every = pytest.mark.parametrize("implementation", TOKEN_LOSS_IMPLEMENTATIONS)
-blocked = pytest.mark.parametrize("implementation", [x for x in TOKEN_LOSS_IMPLEMENTATIONS if x != "reference"])
+every = pytest.mark.parametrize("implementation", TOKEN_LOSS_HERE)
+blocked = pytest.mark.parametrize("implementation", [x for x in TOKEN_LOSS_HERE if x != "reference"])
 
 
 def log_of_weight(logprob, weight):

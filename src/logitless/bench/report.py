@@ -1,8 +1,9 @@
 """Shows the records of a bench: a table on the terminal, sentences, and the tables and plots of the README.
 
 `logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
-table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan, `kernels:NAME` for its kernels)
-from `results/NAME.jsonl`, and draws each image that the page shows as `NAME_time.png` or `NAME_memory.png`.
+table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan, `kernels:NAME` for its kernels,
+`compile:NAME` for what compiles) from `results/NAME.jsonl`, and draws each image that the page shows as
+`NAME_time.png` or `NAME_memory.png`.
 """
 
 import re
@@ -14,6 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from logitless._files import replace_file
+from logitless.bench.compile_matrix import compile_markdown
 from logitless.bench.errors import BenchError
 from logitless.bench.plan_kernels import kernels_markdown
 from logitless.bench.plan_report import LOSSES, plan_markdown
@@ -23,7 +25,7 @@ from logitless.bench.units import duration, factor, markdown, size
 Record = dict[str, Any]
 
 MARKED = re.compile(
-    r"(<!-- (?P<kind>bench|plan|kernels):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL
+    r"(<!-- (?P<kind>bench|plan|kernels|compile):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL
 )
 USAGE = "usage: logitless bench report [README.md [results]]"
 
@@ -204,7 +206,7 @@ def markdown_table(records: Sequence[Record]) -> str:
     return f"{table}\n\n{caption(records)[0].upper()}{caption(records)[1:]}.\n"
 
 
-MARKDOWN = {"bench": markdown_table, "plan": plan_markdown, "kernels": kernels_markdown}
+MARKDOWN = {"bench": markdown_table, "plan": plan_markdown, "kernels": kernels_markdown, "compile": compile_markdown}
 """A table of a run's records, by the kind that its marker names."""
 
 
@@ -214,15 +216,17 @@ def with_tables(text: str, results: Path) -> str:
     Raises:
         BenchError: a marker has no end or its record is missing.
     """
-    opened = re.findall(r"<!-- ((?:bench|plan|kernels):[\w.-]+) -->", text)
+    opened = re.findall(r"<!-- ((?:bench|plan|kernels|compile):[\w.-]+) -->", text)
     closed = [f"{match['kind']}:{match['name']}" for match in MARKED.finditer(text)]
     if opened != closed:
         missing = next(name for name in opened if opened.count(name) != closed.count(name))
         raise BenchError(f"<!-- {missing} --> has no <!-- /{missing} --> after it")
 
     def table(match: re.Match[str]) -> str:
-        records = latest_run(read_records(results / f"{match['name']}.jsonl"))
-        return match[1] + MARKDOWN[match["kind"]](records) + match[4]
+        records = read_records(results / f"{match['name']}.jsonl")
+        # What compiles is one record, whenever its cells were compiled.
+        shown = records if match["kind"] == "compile" else latest_run(records)
+        return match[1] + MARKDOWN[match["kind"]](shown) + match[4]
 
     return MARKED.sub(table, text)
 

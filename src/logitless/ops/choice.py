@@ -8,6 +8,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 
 from logitless._arrays import check_name, is_concrete
 from logitless.ops.one_pass import FEWEST_TOKENS, tokens_within
+from logitless.ops.pallas_tpu_blocks import has_room
 from logitless.ops.types import HeadOptions
 
 COMPILED_DTYPES = ("bfloat16", "float32")
@@ -15,7 +16,11 @@ PALLAS, INTERPRETED = "pallas_tpu", "pallas_tpu_interpret"
 
 
 def auto_token_stats(arrays: Sequence[jax.Array | None], options: HeadOptions) -> str:
-    return "chunked" if _why_no_kernel(PALLAS, arrays, options) else PALLAS
+    if _why_no_kernel(PALLAS, arrays, options):
+        return "chunked"
+    # Logits come alone, and their kernels take what room there is.
+    hidden, lm_head = (*arrays, None)[:2]
+    return PALLAS if hidden is None or lm_head is None or has_room(hidden, lm_head, options) else "chunked"
 
 
 def auto_token_loss(arrays: Sequence[jax.Array | None], count: int, vocab: int, options: HeadOptions) -> str:

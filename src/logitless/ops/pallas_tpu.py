@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import cut_tokens, sort_tokens, take
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
-from logitless.ops.pallas_tpu_blocks import Cut, blocks_of
+from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
 from logitless.ops.pallas_tpu_kernels import (
     LANES,
@@ -56,7 +57,7 @@ def linear_token_stats_pallas_tpu(
 def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     """The same kernels in JAX's simulation of a TPU, on any device."""
 
-    # With the signature of `run`, by which the door's jit finds its static options.
+    # With the signature of `run`, by which the door's jit finds its static options, of a head or of logits.
     @functools.wraps(run)
     def interpret(*args: Any) -> TokenStats:
         return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
@@ -74,7 +75,7 @@ class _Others(NamedTuple):
     """
 
     mean: Float[Array, "K D"]
-    own: Float[Array, "K D"]
+    own: Float[Array, "L D"]
     slots: Int[Array, " N"]
 
 
@@ -101,18 +102,35 @@ def _backward(
     inputs, wanted = residuals.inputs, residuals.wanted
     if residuals.extra.mean.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
         return Gradients(_d_hidden_of_sweep(residuals, d_stats, active, options), None, None)
-    hidden_alone = wanted.hidden and not wanted.lm_head and not wanted.bias
-    cut = _cut("d_hidden" if hidden_alone else "backward", inputs, options)
+    if not wanted.lm_head and not wanted.bias:
+        kernels = ("d_hidden",)
+    elif not wanted.hidden:
+        kernels = ("d_lm_head",)
+    else:
+        kernels = backward_kernels(inputs.hidden, inputs.lm_head, options)
+    found = Gradients(None, None, None)
+    for kernel in kernels:
+        some = gradients_by(kernel, residuals, d_stats, active, options)
+        found = Gradients(*(new if old is None else old for old, new in zip(found, some, strict=True)))
+    return found
+
+
+def gradients_by(
+    kernel: str, residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Gradients:
+    """The wanted gradients that a kernel makes."""
+    inputs, wanted = residuals.inputs, residuals.wanted
+    cut = _cut(kernel, inputs, options)
     tokens = cut_tokens(active, inputs.hidden.shape[0], cut.block_n, even=cut.cores)
     targets, terms = terms_in_places(residuals, d_stats, tokens, cut.vocab)
     refs = _refs(inputs, tokens.gather(inputs.hidden), targets, cut)
     terms = jax.tree.map(lambda x: x[:, None], terms)
-    if hidden_alone:
+    if kernel == "d_hidden":
         d_hidden = _run_d_hidden(refs, terms, cut, tokens.blocks)
         return Gradients(tokens.scatter(d_hidden), None, None)
     # At least one block, of zeros where no token is active: the head's gradient is written in any case.
-    gradients = _run_backward(refs, terms, cut, jnp.maximum(tokens.blocks, 1), wanted)
-    d_hidden, d_lm_head, d_bias = gradients
+    blocks = jnp.maximum(tokens.blocks, 1)
+    d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, ring=kernel == "backward")
     return Gradients(
         None if d_hidden is None else tokens.scatter(d_hidden).astype(inputs.hidden.dtype),
         d_lm_head,
@@ -203,20 +221,28 @@ def _call(
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
     """
     specs, shapes = out
-    return pl.pallas_call(
-        functools.partial(kernel, cut=cut),
-        grid=(cut.cores, -(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.cores, cut.blocks_of_core, blocks),
-        in_specs=in_specs,
-        out_specs=specs,
-        out_shape=shapes,
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=cut.vmem_bytes,
-        ),
-        name=f"logitless_{name}",
-        interpret=cut.options.interpret or False,
-    )
+
+    def run(blocks: Any, *args: Any) -> Any:
+        of_core = (-(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.blocks_of_core, blocks)
+        return pl.pallas_call(
+            functools.partial(kernel, cut=cut),
+            grid=(cut.cores, *of_core),
+            in_specs=in_specs,
+            out_specs=specs,
+            out_shape=shapes,
+            scratch_shapes=scratch,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=cut.vmem_bytes,
+            ),
+            name=f"logitless_{name}",
+            interpret=cut.options.interpret or False,
+        )(*args)
+
+    # A batch runs one after the other: a batched grid would have an axis more than the kernels know of.
+    if isinstance(blocks, int):
+        return sequential_vmap(functools.partial(run, blocks))
+    return functools.partial(sequential_vmap(run), blocks)
 
 
 def _spec(
@@ -273,7 +299,7 @@ def _run_forward(refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: An
 
 def _run_sweep(
     refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]
-) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "K D"]]]:
+) -> tuple[Running, tuple[Float[Array, "K D"], Float[Array, "L D"]]]:
     """The same, and for each token the mean of the head's other columns, and in the layout DV its target's column."""
     (places, d), specs = refs.hidden.shape, _specs(refs, cut, True)
     common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
@@ -330,7 +356,9 @@ def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Flo
     return _call(d_hidden_kernel, "d_hidden", blocks, cut, in_specs, out, scratch, by_tokens=True)(refs, terms)[0]
 
 
-def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated) -> Gradients:
+def _run_backward(
+    refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated, *, ring: bool
+) -> Gradients:
     """Gradient of hidden states `[K, D]` in float32, of the head in its dtype, and of the bias `[1, V]` in float32."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, False)
@@ -338,29 +366,28 @@ def _run_backward(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted
     # A copy of its own ends where a register does; a block that the pipeline writes may end anywhere.
     staged = cut.vocab % LANES == 0
     dma, common = pltpu.SemaphoreType.DMA, common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
-    ring = HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), cut.dtype), dma((RING,)), dma((RING,)))
+    slots = HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), cut.dtype), dma((RING,)), dma((RING,)))
     sums = pltpu.VMEM((d, cut.block_v) if cut.v_axis else (cut.block_v, d), cut.dtype)
     stage = pltpu.VMEM((2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d), refs.lm_head.dtype)
     head = HeadScratch(sums, stage, dma((2,))) if staged else HeadScratch(sums, None, None)
     scratch = BackwardScratch(
         pltpu.VMEM((cut.block_n, cut.block_v), common),
-        ring if wanted.hidden else None,
+        slots if ring else None,
         head if wanted.lm_head else None,
     )
     out_specs = GradientRefs(
-        whole if wanted.hidden else None,
+        whole if ring else None,
         (whole if staged else specs.lm_head) if wanted.lm_head else None,
         _spec(cut, False, (1, cut.block_v), None, "v") if wanted.bias else None,
     )
     shapes = GradientRefs(
-        jax.ShapeDtypeStruct((cut.cores, places, d), cut.dtype) if wanted.hidden else None,
+        jax.ShapeDtypeStruct((cut.cores, places, d), cut.dtype) if ring else None,
         jax.ShapeDtypeStruct(refs.lm_head.shape, refs.lm_head.dtype) if wanted.lm_head else None,
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]
-    run = _call(
-        backward_kernel, "backward", blocks, cut, in_specs, ([out_specs], [shapes]), (scratch,), by_tokens=False
-    )
+    name, out = "backward" if ring else "d_lm_head", ([out_specs], [shapes])
+    run = _call(backward_kernel, name, blocks, cut, in_specs, out, (scratch,), by_tokens=False)
     d_hidden, d_lm_head, d_bias = run(refs, terms)[0]
     if d_hidden is not None:
         d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)

@@ -8,9 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from logitless.ops.pallas_tpu_blocks import Cut
-
-RING = 3
-STAGED_COLUMNS = 256
+from logitless.ops.pallas_tpu_vmem import RING, STAGED_COLUMNS
 
 
 class Step(NamedTuple):

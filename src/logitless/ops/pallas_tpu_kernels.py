@@ -17,12 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
+from logitless.ops.pallas_tpu_vmem import CHUNK_ROWS, LANES, SUB_COLUMNS
 from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
-
-LANES = 128
-SUB_COLUMNS = 256
 
 
 class HeadRefs(NamedTuple):
@@ -87,9 +85,14 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
     _on_each_block_with_targets(j, ranges, cut, meet)
 
 
+def _token_block(cut: Cut) -> Any:
+    """Which block of tokens a step of a grid with the tokens outside is at; the cores take turns."""
+    return pl.program_id(1) * cut.cores + pl.program_id(0)
+
+
 def _on_each_block_with_targets(j: Any, ranges: Ranges, cut: Cut, run: Callable[[int, bool], None]) -> None:
     """`on_each_block`, told whether the block may hold targets; the last one is taken to."""
-    token = pl.program_id(1) * cut.cores + pl.program_id(0)
+    token = _token_block(cut)
 
     def either(columns: int) -> None:
         lax.cond(ranges.meet(token, j, cut), lambda: run(columns, True), lambda: run(columns, False))
@@ -233,7 +236,8 @@ def sweep_kernel(
         pl.when(j == cut.blocks - 1)(lambda: _clear(head.lm_head, cut.v_axis, cut.last))
     if out.own is not None:
         assert chunks is not None
-        _collect_targets(head, chunks, out.own, j, cut)
+        collect = functools.partial(_collect_targets, head, chunks, out.own, j, cut)
+        pl.when(ranges.meet(_token_block(cut), j, cut))(collect)
     before = running.maximum[...]
     meet = functools.partial(_keep_logits, head, running, scratch.logits, j, cut)
     _on_each_block_with_targets(j, ranges, cut, meet)
@@ -251,9 +255,6 @@ def sweep_kernel(
         out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
 
 
-CHUNK_ROWS = 128
-
-
 def chunk_rows(block_n: int) -> int:
     """Tokens whose targets are collected together: a power of 2 that divides the block."""
     return min(CHUNK_ROWS, block_n & -block_n)
@@ -265,7 +266,7 @@ def _collect_targets(head: HeadRefs, chunks: Ranges, own: Any, j: Any, cut: Cut)
     The tokens are sorted by their targets: a chunk of them meets few sub-tiles, and each sub-tile few chunks.
     """
     rows = chunk_rows(cut.block_n)
-    first_chunk = (pl.program_id(1) * cut.cores + pl.program_id(0)) * (cut.block_n // rows)
+    first_chunk = _token_block(cut) * (cut.block_n // rows)
     for k in range(cut.block_n // rows):
         place = slice(k * rows, (k + 1) * rows)
         column = head.targets[place] - j * cut.block_v

@@ -1,0 +1,127 @@
+"""`logitless plan compile`: the kernels through the chips' real compilers, and the record that can be resumed."""
+
+import json
+from importlib.util import find_spec
+
+import jax.numpy as jnp
+import pytest
+
+from logitless.bench import compile_matrix
+from logitless.bench.compile_matrix import CHIPS, Cells, CompileConfig, cells_of, compile_cell, compile_markdown
+from logitless.bench.errors import BenchError
+from logitless.bench.records import read_records
+from logitless.bench.report import with_tables
+from logitless.cli import main, read_config
+from logitless.ops.pallas_tpu_vmem import HeadProblem, vmem_of
+from logitless.plan import ProgramPlan
+from logitless.plan.report import KernelPlan
+
+CONFIG = CompileConfig("matrix", (Cells((64,), (1000,)),), tokens=2048)
+
+# Every chip, both layouts, a D that is no multiple of 128 and a V that is none of 16, one and two backward kernels.
+DOZEN = [
+    ("v4", 896, 32_000, "VD"),
+    ("v4", 4096, 49_152, "DV"),
+    ("v5e", 1536, 151_936, "DV"),
+    ("v5e", 960, 49_155, "VD"),
+    ("v5p", 2048, 128_256, "VD"),
+    ("v5p", 4096, 32_000, "DV"),
+    ("7x", 896, 262_144, "DV"),
+    ("7x", 8192, 128_256, "VD"),
+    ("v6e", 896, 151_936, "VD"),
+    ("v6e", 1536, 50_257, "DV"),
+    ("v6e", 4096, 151_936, "DV"),
+    ("v6e", 8192, 49_152, "VD"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
+@pytest.mark.parametrize("cell", DOZEN, ids=lambda cell: "-".join(map(str, cell)))
+def test_the_kernels_compile_within_the_bytes_of_the_model(cell):
+    record = compile_cell(CONFIG, cell)
+    assert record["verdict"] == "compiled", record["reason"]
+    _, d, v, _ = cell
+    problem = HeadProblem(CONFIG.tokens, d, v, jnp.dtype(CONFIG.dtype), jnp.dtype(CONFIG.dtype))
+    assert sorted(kernel["name"] for kernel in record["kernels"]) == sorted(record["blocks"])
+    for kernel in record["kernels"]:
+        model = vmem_of(kernel["name"], problem, *record["blocks"][kernel["name"]])
+        assert kernel["vmem_bytes"] <= sum(model.values())
+
+
+@pytest.fixture
+def without_a_compiler(monkeypatch):
+    calls = []
+
+    def plan(fn, args, where, **options):
+        calls.append(where)
+        kernel = KernelPlan("logitless_forward.1", (1, 2, 3), 1.0, 2.0, 1.0, 0.9, 0, 2**20)
+        kernels, again = (kernel,), len(calls) > 1
+        return ProgramPlan(where, True, None, 2**30, temp_bytes=5, kernels=kernels, expected_ms=2.1, cached=again)
+
+    monkeypatch.setattr(compile_matrix, "plan_function", plan)
+    monkeypatch.setattr(compile_matrix, "versions", lambda *_: {"jax": "1", "libtpu": "2"})
+    return calls
+
+
+def test_a_cell_is_recorded_as_it_is_done_and_one_line_stands_for_it(tmp_path, without_a_compiler, capsys):
+    group = {"chips": ("v6e",), "vocab_sizes": (1000,), "layouts": ("VD",)}
+    cells = (Cells(hidden_sizes=(64,), **group), Cells((8192,), (151_936,), ("v4",), ("DV",)))
+    config = CompileConfig("matrix", cells, results=str(tmp_path))
+    assert compile_matrix.run_compile(config) == 0
+    compiled, refused = read_records(tmp_path / "matrix.jsonl")
+    assert compiled["verdict"] == "compiled" and compiled["blocks"]["forward"][1] == 1024
+    assert refused["verdict"] == "refused" and "where 15 can be used" in refused["reason"]
+    # The second time the answers come from the cache: the seconds that the compiler took stay.
+    path = tmp_path / "matrix.jsonl"
+    path.write_text(path.read_text().replace(f'"seconds": {compiled["seconds"]}', '"seconds": 77.0'))
+    assert compile_matrix.run_compile(config) == 0
+    assert [record["seconds"] for record in read_records(path)] == [77.0, 0.0]
+    assert "2 cells, 0 failed" in capsys.readouterr().out
+
+
+def test_a_page_takes_the_table_of_all_cells(tmp_path, without_a_compiler):
+    config = CompileConfig("matrix", (Cells((64,), (1000,), ("v6e", "v4")),), results=str(tmp_path))
+    compile_matrix.run_compile(config)
+    page = with_tables("a\n<!-- compile:matrix -->\nold\n<!-- /compile:matrix -->\nb\n", tmp_path)
+    assert "old" not in page and page.startswith("a\n") and page.endswith("b\n")
+    assert "| v6e | 64 | 1000 DV VD | 1 | compiled | forward " in page and "4 cells: 4 compiled." in page
+    assert "compiler estimate, not a measurement" in page
+    assert compile_markdown(read_records(tmp_path / "matrix.jsonl")) in page
+
+
+def test_the_cells_come_in_the_order_of_the_config_and_once():
+    config = CompileConfig("m", (Cells((4,), (8,), ("v6e",), ("DV",)), Cells((4, 5), (8,), ("v6e", "v4"), ("DV",))))
+    assert cells_of(config) == [("v6e", 4, 8, "DV"), ("v6e", 5, 8, "DV"), ("v4", 4, 8, "DV"), ("v4", 5, 8, "DV")]
+
+
+def test_the_shipped_config_has_every_cell_of_the_matrix():
+    cells = cells_of(read_config("plan compile", ["configs/compile_matrix.yaml"]))
+    assert len(cells) == len(CHIPS) * 5 * 5 * 2
+    assert cells[:2] == [("v6e", 1536, 151_936, "VD"), ("v6e", 4096, 151_936, "VD")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{name: m, cells: []}", "no cell"),
+        ("{name: m, cells: [{chips: [h100], hidden_sizes: [4], vocab_sizes: [8]}]}", "single TPUs"),
+        ("{name: m, cells: [{chips: ['v6e:2x2'], hidden_sizes: [4], vocab_sizes: [8]}]}", "single TPUs"),
+        ("{name: m, cels: []}", "cels"),
+    ],
+)
+def test_a_bad_config_is_one_line_and_exit_2(text, message, tmp_path, capsys):
+    path = tmp_path / "compile.yaml"
+    path.write_text(text)
+    assert main(["plan", "compile", str(path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("logitless plan compile: error: ") and message in lines[0]
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(BenchError, match="above 0"):
+        CompileConfig("m", (Cells((0,), (8,)),))
+
+
+def test_a_record_is_json(without_a_compiler):
+    assert json.loads(json.dumps(compile_cell(CONFIG, ("v6e", 64, 1000, "VD"))))["chip"] == "v6e"
