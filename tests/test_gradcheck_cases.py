@@ -141,6 +141,16 @@ def test_a_frozen_head_has_no_gradient_and_floors_and_figures_are_those_of_the_c
         ({"frozen_head": True, "level": "logits"}, "frozen_head needs a head"),
         ({"peak_logits": (30.0, 20.0)}, r"peak_logits is \(30.0, 20.0\); give the least"),
         ({"advantages": (0.0, 2.0)}, r"advantages is \(0.0, 2.0\); give the least"),
+        # It fits the forward kernel, and not the backward one.
+        (
+            {
+                "hidden_size": 1536,
+                "vocab_size": 151_936,
+                "implementation": "pallas_tpu_interpret",
+                "block_sizes": {"block_n": 32, "block_v": 8192},
+            },
+            "case 'peaked': pallas_tpu: the kernel 'backward' .* MiB of VMEM",
+        ),
     ],
 )
 def test_a_case_that_cannot_be_says_why(change, words):

@@ -173,9 +173,15 @@ class ResolvedCase:
     logit_scale: float
 
     def check_with_the_door(self) -> None:
-        """Traces the candidate at its shapes, without arrays, so that the door refuses before anything is computed."""
+        """Traces the candidate and its gradient, without arrays, so that the door refuses before anything is computed."""
+
+        def total(moving: dict[str, Any], still: dict[str, Any]) -> Any:
+            return jnp.sum(self.call(moving | still, self.case.implementation))
+
+        shapes = self.shapes()
+        moving = {name: shapes.pop(name) for name in self.case.moving}
         try:
-            jax.eval_shape(lambda arrays: self.call(arrays, self.case.implementation), self.shapes())
+            jax.eval_shape(jax.grad(total), moving, shapes)
         except (ValueError, NotImplementedError) as error:
             raise BenchError(f"case {self.case.name!r}: {error}") from error
 
