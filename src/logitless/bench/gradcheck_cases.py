@@ -173,7 +173,7 @@ class ResolvedCase:
     logit_scale: float
 
     def check_with_the_door(self) -> None:
-        """Traces the candidate and its gradient, without arrays, so that the door refuses before anything is computed."""
+        """Traces the candidate and its gradient without arrays, so that the door refuses before any work."""
 
         def total(moving: dict[str, Any], still: dict[str, Any]) -> Any:
             return jnp.sum(self.call(moving | still, self.case.implementation))
