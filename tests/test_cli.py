@@ -89,7 +89,10 @@ BAD_INPUTS = {
     "no seeds": ("cases: [{name: a, head: gpt2, seeds: []}]\n", "seeds is empty"),
     "bias of logits": ("cases: [{name: a, head: gpt2, level: logits, bias: true}]\n", "level must be hidden"),
     "factor": ("cases: [{name: a, head: gpt2, factor: 0.0}]\n", "factor is 0.0"),
-    "gate": ("cases: [{name: a, head: gpt2, gates: {dhiden: 1.0}}]\n", "no quantity 'dhiden' to gate; known here: abs"),
+    "gate": (
+        "cases: [{name: a, head: gpt2, gates: {dhiden: 1.0}}]\n",
+        "gates has 'dhiden', which is no quantity here; known: abs",
+    ),
     "implementation": ("cases: [{name: a, head: gpt2, implementation: chunkd}]\n", "chunkd"),
     "temperature": ("cases: [{name: a, head: gpt2, temperature: 0.0}]\n", "temperature"),
 }

@@ -50,6 +50,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ({"off_policy": 0.5}, "off_policy is 0.5; give 1, or from 0 to 0.3"),
         ({"arms": (ArmConfig("torch", framework="host"),)}, "those are for module:function"),
         ({"arms": (ArmConfig("a:b", block_sizes={"block_n": 8}),)}, "block_sizes are for named implementations"),
+        ({"arms": (ArmConfig("a:b", logits_dtype="float32"),)}, "logits_dtype is for named implementations"),
+        ({"arms": (ArmConfig("chunked", logits_dtype="bfloat16"),)}, "rounds to float32 or to dtype, float32"),
         ({"vocab_size": 1}, "must be positive"),
         ({"sequences": 0}, "sequences is 0"),
         ({"inputs": "smollm2"}, "are SmolLM2's own"),
@@ -70,7 +72,7 @@ def test_the_shipped_configs_are_valid(name):
     parsed = parser.instantiate(parser.parse_object(yaml.safe_load((CONFIGS / name).read_text())))
     config = BenchConfig(**vars(parsed))
     assert config.name == name.removesuffix(".yaml")
-    assert config.arms[0] == ArmConfig("reference")
+    assert config.arms[0].implementation == "reference"
 
 
 def test_random_inputs_are_peaked_and_their_policy_is_near(tmp_path):

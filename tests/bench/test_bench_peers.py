@@ -253,6 +253,13 @@ def test_block_sizes_are_not_a_peers():
         run_bench(config)
 
 
+def test_a_dtype_of_the_logits_is_not_a_peers():
+    arms = (ArmConfig("plain_jnp", logits_dtype="float32"),)
+    config = BenchConfig(name="x", arms=arms, tokens=(24,), hidden_size=16, vocab_size=301)
+    with pytest.raises(BenchError, match="logits_dtype is for implementations of ours; plain_jnp is a peer"):
+        run_bench(config)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_config_for_a_gpu_is_skipped_without_one(platform, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "_platform", lambda config: platform)

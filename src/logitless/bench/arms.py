@@ -21,6 +21,8 @@ def require(arm: ArmConfig) -> None:
     elif arm.implementation in PEERS:
         if arm.block_sizes:
             raise BenchError(f"arm {arm.label}: block_sizes are for implementations of ours; {arm.label} is a peer")
+        if arm.logits_dtype:
+            raise BenchError(f"arm {arm.label}: logits_dtype is for implementations of ours; {arm.label} is a peer")
     else:
         from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS
 
@@ -135,6 +137,7 @@ def _options(arm: ArmConfig, case: Case) -> dict[str, Any]:
     return {
         "layout": case.layout,
         "softcap": case.softcap,
+        "logits_dtype": arm.logits_dtype,
         "implementation": arm.implementation,
         "block_sizes": arm.block_sizes,
     }

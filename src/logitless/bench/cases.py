@@ -30,6 +30,8 @@ class ArmConfig:
             *, layout)`, labels of -100 ignored. With a softcap in the case it is given `softcap` too.
         name: what the tables call it; the implementation's name unless given.
         block_sizes: any of block_n, block_v, block_d, block_bytes, for a named implementation.
+        logits_dtype: that the products are rounded to, for a named implementation; its budget is then that of plain jnp
+            with the same rounding.
         framework: of a function of your own: `jax`, or `host` for one that takes numpy arrays and `differentiate`, the
             names of the arrays whose gradients are wanted, and gives `(loss, {name: gradient})` as numpy arrays.
         losses: which losses a function of your own computes; it is left out at the others.
@@ -38,6 +40,7 @@ class ArmConfig:
     implementation: str
     name: str | None = None
     block_sizes: dict[str, int] | None = None
+    logits_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     framework: Literal["jax", "host"] = "jax"
     losses: tuple[Loss, ...] = ("grpo",)
 
@@ -74,8 +77,9 @@ class BenchConfig:
             one GRPO case for each.
         off_policy: scale of the noise between the policy and that of `old_logprobs` for random inputs. 1 clips about
             one token in eight, which then has no gradient; at most 0.3 clips none. Between, a last digit would decide.
-        device: `gpu` for a config that needs an NVIDIA GPU of 80 GB: skipped with a line where JAX has no GPU. Its
-            oracle is float32 and its arms are timed one after another, for the memory holds neither more.
+        device: `gpu` for a config that needs an NVIDIA GPU of 80 GB, `tpu` for one that needs a TPU: skipped with a
+            line where JAX has none. Its oracle is float32 and its arms are timed one after another, for the memory
+            holds neither more.
         repetitions: timed runs of each arm, taken in turns with the other arms.
         seed: of random inputs and of masks.
         timeout_s: longest wait for one answer of an arm (compiling, checking, or one run); then the arm is given up.
@@ -98,7 +102,7 @@ class BenchConfig:
     masked_fractions: tuple[float, ...] = (0.0,)
     zero_advantage_fractions: tuple[float, ...] = (0.0,)
     off_policy: float = 1.0
-    device: Literal["any", "gpu"] = "any"
+    device: Literal["any", "gpu", "tpu"] = "any"
     repetitions: int = 7
     seed: int = 0
     timeout_s: float = 300.0
@@ -110,7 +114,7 @@ class BenchConfig:
             bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name)),
             f"name is {self.name!r}; use letters, digits, _ and - only",
         )
-        _check_arms(self.arms)
+        _check_arms(self.arms, self.dtype)
         _need(
             bool(self.tokens) and min(self.tokens) > 0,
             f"tokens is {list(self.tokens)}; give one or more positive sizes",
@@ -131,7 +135,7 @@ class BenchConfig:
             _check_random(self)
 
 
-def _check_arms(arms: tuple[ArmConfig, ...]) -> None:
+def _check_arms(arms: tuple[ArmConfig, ...], dtype: str) -> None:
     _need(bool(arms), "arms is empty; name at least one implementation")
     labels = [arm.label for arm in arms]
     _need(len(set(labels)) == len(labels), f"arms are named {', '.join(labels)}; give each its own name")
@@ -144,6 +148,14 @@ def _check_arms(arms: tuple[ArmConfig, ...]) -> None:
         _need(
             not (arm.is_own and arm.block_sizes),
             f"arm {arm.label}: block_sizes are for named implementations; set them inside {arm.implementation}",
+        )
+        _need(
+            not (arm.is_own and arm.logits_dtype),
+            f"arm {arm.label}: logits_dtype is for named implementations; round inside {arm.implementation}",
+        )
+        _need(
+            arm.logits_dtype in (None, "float32", dtype),
+            f"arm {arm.label}: logits_dtype is {arm.logits_dtype}; the check rounds to float32 or to dtype, {dtype}",
         )
 
 
@@ -222,7 +234,7 @@ class Case:
         head: the model that gave the sizes, if any.
         softcap: of the logits.
         off_policy: scale of the noise in `old_logprobs`.
-        device: `gpu` where the case needs one.
+        device: `gpu` or `tpu` where the case needs one.
     """
 
     inputs: str

@@ -5,19 +5,19 @@ import functools
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from logitless import __version__
 from logitless.bench.errors import BenchError
+from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays
 from logitless.bench.records import append_records, commit_of_package, results_folder
 from logitless.gradcheck import GradcheckReport, gradcheck
 from logitless.heads import head as known_head
@@ -25,8 +25,15 @@ from logitless.losses.linear_presets import linear_grpo_loss
 from logitless.losses.policy_presets import grpo_loss
 from logitless.ops.api import linear_logprobs, token_logprobs
 
-PEAK_LOGIT = 25.0
-"""Logit of a peaked token: e^25 outweighs the vocabulary of any known head, so that p > 0.99 there."""
+ABSOLUTE = (
+    "abs_diff_loss",
+    "fwd/logp_max_abs",
+    "dhidden_max_abs",
+    "dlm_head_max_abs",
+    "dbias_max_abs",
+    "dlogits_max_abs",
+)
+"""The absolute errors of a record, by name."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,15 @@ class GradcheckCase:
         bias: adds a bias over the vocabulary and checks its gradient.
         kl_coef: coefficient of the KL term of the loss.
         mask_fraction: fraction of the tokens that do not count, 0 <= mask_fraction < 1.
+        frozen_head: leaves the gradients of head and bias out, as for a head that is not trained.
+        peak_logits: least and largest logit of the peaked tokens.
+        advantages: least and largest magnitude of the advantages.
+        peaked: refuses inputs that are not peaked enough: see `logitless.bench.gradcheck_inputs.InputFacts`.
         seeds: one run each; the record keeps the worst.
         oracle_dtype: float64, or float32 on a device without it.
         factor: how many times the error of plain jnp is allowed.
+        floors: what is allowed on top of the factor, by record name, such as dhidden_max_abs, in place of a few units
+            in the last place.
         gates: absolute limits by record name, such as dhidden_max_rel, on top of the budget.
     """
 
@@ -74,10 +87,22 @@ class GradcheckCase:
     bias: bool = False
     kl_coef: float = 0.0
     mask_fraction: float = 0.2
+    frozen_head: bool = False
+    peak_logits: tuple[float, float] = (25.0, 25.0)
+    advantages: tuple[float, float] = (0.2, 2.0)
+    peaked: bool = False
     seeds: list[int] = field(default_factory=lambda: [0])
     oracle_dtype: Literal["float64", "float32"] = "float64"
     factor: float = 2.0
+    floors: dict[str, float] = field(default_factory=dict)
     gates: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The arrays whose gradients are checked."""
+        if self.level == "logits":
+            return ("logits",)
+        return ("hidden",) if self.frozen_head else ("hidden", "lm_head", *(("bias",) if self.bias else ()))
 
 
 @dataclass(frozen=True)
@@ -87,10 +112,12 @@ class GradcheckConfig:
     Attributes:
         cases: the comparisons, in order.
         results_dir: folder to which gradcheck.jsonl is appended, one record a case.
+        beside: figures to show beside the errors: by the column's title and then by record name.
     """
 
     cases: list[GradcheckCase]
     results_dir: str = "results"
+    beside: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def run_gradcheck(config: GradcheckConfig) -> int:
@@ -103,22 +130,30 @@ def run_gradcheck(config: GradcheckConfig) -> int:
         The exit code: 0 when every case keeps its budget and its gates, 1 otherwise.
 
     Raises:
-        BenchError: a case asks for what cannot be; raised before anything is computed or written.
+        BenchError: a case asks for what cannot be, which is raised before anything is computed, or its inputs are not
+            as peaked as it promises. Nothing is written.
     """
     if not config.cases:
         raise BenchError("cases is empty: give at least one case")
     resolved = [resolve(case) for case in config.cases]
+    _check_keys("beside", [key for figures in config.beside.values() for key in figures], ABSOLUTE)
     path = results_folder(config.results_dir) / "gradcheck.jsonl"
     console = Console(soft_wrap=True)
+    if config.beside and not console.is_terminal:
+        # Into a file or a pipe: wide enough for a row on one line.
+        console.width = 140
     error_console = Console(stderr=True, soft_wrap=True, highlight=False)
     records, failures = [], []
     origin = _origin()
     for case in resolved:
         with error_console.status(f"{case.case.name}: {case.describe()}"):
-            worst_seed, report, broken = _run_case(case)
+            worst_seed, (facts, report), broken = _run_case(case)
         failures += [f"{case.case.name} (seed {seed}): {failure}" for seed, failure in broken]
-        console.print(_table(case.case.name, worst_seed, report, ok=not broken))
-        records.append(origin | case.record() | report.record() | {"seed": worst_seed, "ok": not broken})
+        title = f"{case.case.name}, seed {worst_seed}"
+        console.print(_table(title, report, config.beside, ok=not broken))
+        console.print(str(facts), markup=False, highlight=False)
+        record = origin | case.record() | report.record() | facts.record()
+        records.append(record | {"seed": worst_seed, "ok": not broken})
     for failure in failures:
         error_console.print(f"FAILED {failure}", markup=False)
     append_records(path, records)
@@ -138,9 +173,15 @@ class ResolvedCase:
     logit_scale: float
 
     def check_with_the_door(self) -> None:
-        """Traces the candidate at its shapes, without arrays, so that the door refuses before anything is computed."""
+        """Traces the candidate and its gradient without arrays, so that the door refuses before any work."""
+
+        def total(moving: dict[str, Any], still: dict[str, Any]) -> Any:
+            return jnp.sum(self.call(moving | still, self.case.implementation))
+
+        shapes = self.shapes()
+        moving = {name: shapes.pop(name) for name in self.case.moving}
         try:
-            jax.eval_shape(lambda arrays: self.call(arrays, self.case.implementation), self.shapes())
+            jax.eval_shape(jax.grad(total), moving, shapes)
         except (ValueError, NotImplementedError) as error:
             raise BenchError(f"case {self.case.name!r}: {error}") from error
 
@@ -167,6 +208,7 @@ class ResolvedCase:
             "bias": case.bias,
             "kl_coef": case.kl_coef,
             "mask_fraction": case.mask_fraction,
+            "frozen_head": case.frozen_head,
             "seeds": list(case.seeds),
             "factor": case.factor,
         }
@@ -262,100 +304,77 @@ def _check(case: GradcheckCase) -> None:
         f"factor is {case.factor}; it must be positive": not case.factor > 0,
         "seeds is empty; give at least one": not case.seeds,
         "a bias belongs to the head: level must be hidden": case.bias and case.level == "logits",
+        "frozen_head needs a head: level must be hidden": case.frozen_head and case.level == "logits",
+        f"peak_logits is {case.peak_logits}; give the least, above 0, then the largest": not (
+            0 < case.peak_logits[0] <= case.peak_logits[1]
+        ),
+        f"advantages is {case.advantages}; give the least magnitude, above 0, then the largest": not (
+            0 < case.advantages[0] <= case.advantages[1]
+        ),
     }
     for message, is_wrong in wrong.items():
         if is_wrong:
             raise BenchError(f"case {case.name!r}: {message}")
     if case.tokens % case.sequences:
         raise BenchError(f"case {case.name!r}: {case.tokens} tokens do not divide into {case.sequences} sequences")
-    _check_gates(case)
+    _check_quantities(case)
 
 
-def _check_gates(case: GradcheckCase) -> None:
-    moving = ["logits"] if case.level == "logits" else ["hidden", "lm_head", *(["bias"] if case.bias else [])]
-    known = [
-        "abs_diff_loss",
-        "fwd/logp_max_abs",
-        *(f"d{name}_max_{kind}" for name in moving for kind in ("abs", "rel")),
-    ]
-    for key in case.gates:
+def _check_quantities(case: GradcheckCase) -> None:
+    absolute = ["abs_diff_loss", "fwd/logp_max_abs", *(f"d{name}_max_abs" for name in case.moving)]
+    _check_keys(f"case {case.name!r}: floors", case.floors, absolute)
+    _check_keys(f"case {case.name!r}: gates", case.gates, [*absolute, *(f"d{name}_max_rel" for name in case.moving)])
+
+
+def _check_keys(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for key in given:
         if key not in known:
-            raise BenchError(f"case {case.name!r}: no quantity {key!r} to gate; known here: {', '.join(known)}")
+            raise BenchError(f"{what} has {key!r}, which is no quantity here; known: {', '.join(known)}")
 
 
-def _run_case(resolved: ResolvedCase) -> tuple[int, GradcheckReport, list[tuple[int, str]]]:
-    """The worst seed with its report, and the failures of all seeds."""
+def _run_case(resolved: ResolvedCase) -> tuple[int, tuple[InputFacts, GradcheckReport], list[tuple[int, str]]]:
+    """The worst seed with its inputs and report, and the failures of all seeds."""
     case = resolved.case
-    reports = {}
+    facts, reports = {}, {}
     for seed in case.seeds:
+        arrays = make_arrays(resolved, seed)
+        facts[seed] = facts_of(resolved, arrays)
+        if case.peaked and (why := facts[seed].why_not_peaked()):
+            raise BenchError(f"case {case.name!r}, seed {seed}: its inputs are not peaked: {why}")
         reports[seed] = gradcheck(
             functools.partial(resolved.loss, case.implementation),
             functools.partial(resolved.loss, "reference"),
-            make_arrays(resolved, seed),
+            arrays,
+            differentiate=case.moving,
             oracle_dtype=case.oracle_dtype,
             factor=case.factor,
+            floors=case.floors,
             gates=case.gates,
             block_sizes=case.block_sizes,
         )
     worst = max(reports, key=lambda seed: (not reports[seed].ok, reports[seed].spent))
-    return worst, reports[worst], [(seed, failure) for seed, report in reports.items() for failure in report.failures]
+    found = facts[worst], reports[worst]
+    return worst, found, [(seed, failure) for seed, report in reports.items() for failure in report.failures]
 
 
-def make_arrays(resolved: ResolvedCase, seed: int) -> dict[str, jax.Array]:
-    """Inputs on which mistakes show: a peaked softmax, a mask, advantages of both signs, ratios in and out of the clip.
-
-    Half of the tokens have a scaled copy of their hidden state in the head: every other one of them in the row of its
-    target (p > 0.99), the rest in another row (the target is all but impossible). Ratios keep away from the clip
-    bounds, for a rounding error that moves one across a bound would change the gradient by all of it.
-    """
-    case, shape = resolved.case, resolved.shape
-    rng = np.random.default_rng(seed)
-    tokens, vocab = case.tokens, resolved.vocab_size
-    targets = rng.integers(0, vocab, tokens)
-    arrays = {"targets": targets.reshape(shape).astype(np.int32), "mask": rng.random(shape) >= case.mask_fraction}
-    peak = PEAK_LOGIT * case.temperature / resolved.logit_scale
-    peaked = np.arange(0, tokens, 2)
-    columns = np.where(peaked % 4 == 0, targets[peaked], rng.integers(0, vocab, peaked.size))
-    dtype = jnp.dtype(case.dtype)
-    floats: dict[str, np.ndarray] = {}
-    if case.level == "logits":
-        logits = rng.standard_normal((tokens, vocab), dtype=np.float32)
-        logits[peaked, columns] = peak
-        floats["logits"] = logits.reshape(*shape, vocab)
-    else:
-        width = resolved.hidden_size
-        hidden = rng.standard_normal((tokens, width), dtype=np.float32)
-        rows = rng.standard_normal((vocab, width), dtype=np.float32)
-        rows /= math.sqrt(width)
-        rows[columns] = hidden[peaked] * (peak / np.sum(hidden[peaked] ** 2, axis=1, keepdims=True))
-        floats["hidden"] = hidden.reshape(*shape, width)
-        floats["lm_head"] = rows if case.layout == "VD" else np.ascontiguousarray(rows.T)
-        if case.bias:
-            floats["bias"] = rng.standard_normal(vocab, dtype=np.float32)
-    out = {name: jnp.asarray(value) for name, value in arrays.items()}
-    out |= {name: jnp.asarray(value.astype(dtype)) for name, value in floats.items()}
-
-    logprobs = np.asarray(jax.jit(functools.partial(resolved.call, implementation="reference"))(out), np.float32)
-    steps = rng.choice([-0.35, -0.08, 0.06, 0.3], shape) + rng.uniform(-0.02, 0.02, shape)
-    sign = np.where(np.arange(tokens).reshape(shape) % 3 == 0, -1.0, 1.0)
-    out["old_logprobs"] = jnp.asarray((logprobs - steps).astype(np.float32))
-    out["advantages"] = jnp.asarray((sign * rng.uniform(0.2, 2.0, shape)).astype(np.float32))
-    if case.kl_coef:
-        out["ref_logprobs"] = jnp.asarray((logprobs + 0.5 * rng.standard_normal(shape)).astype(np.float32))
-    return out
-
-
-def _table(name: str, seed: int, report: GradcheckReport, *, ok: bool) -> Table:
-    title = f"{escape(name)}, seed {seed}: {'[green]inside the budget[/]' if ok else '[red]FAILED[/]'}"
-    table = Table(title=title, title_justify="left")
+def _table(title: str, report: GradcheckReport, beside: Mapping[str, Mapping[str, float]], *, ok: bool) -> Table:
+    verdict = "[green]inside the budget[/]" if ok else "[red]FAILED[/]"
+    table = Table(title=f"{escape(title)}: {verdict}", title_justify="left")
     table.add_column("quantity", no_wrap=True)
-    for column in ("error", "plain jnp", "allowed", "spent"):
+    for column in ("error", "plain jnp", "error / plain", "allowed", "spent"):
         table.add_column(column, justify="right", no_wrap=True)
+    for column in beside:
+        table.add_column(column, justify="right")
     for budget in report.budgets:
+        numbers = (budget.candidate_error, budget.plain_error)
+        ratio = budget.candidate_error / budget.plain_error if budget.plain_error else math.nan
         table.add_row(
             budget.key,
-            *(f"{number:.2e}" for number in (budget.candidate_error, budget.plain_error, budget.allowed)),
+            *(f"{number:.2e}" for number in numbers),
+            f"{ratio:.2f}" if math.isfinite(ratio) else "",
+            f"{budget.allowed:.2e}",
             f"{budget.spent:.0%}" if math.isfinite(budget.spent) else "inf",
+            *(f"{figures[budget.key]:.2e}" if budget.key in figures else "" for figures in beside.values()),
         )
     return table
 

@@ -172,7 +172,7 @@ def _plain(case: Case, arm: ArmConfig) -> Any:
 
 def _rounds_logits(arm: ArmConfig) -> bool:
     peer = peer_of(arm)
-    return peer is not None and peer.rounds_logits
+    return arm.logits_dtype not in (None, "float32") if peer is None else peer.rounds_logits
 
 
 def _gates(case: Case, arm: ArmConfig, report: Any, *, holds_logits: bool | None) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _oracle_dtype(case: Case) -> str:
     """A TPU has no float64, and 80 GB do not hold the float64 logits of the largest sizes that need a GPU."""
     import jax
 
-    return "float32" if jax.default_backend() == "tpu" or case.device == "gpu" else "float64"
+    return "float32" if jax.default_backend() == "tpu" or case.device != "any" else "float64"
 
 
 def _first_leak(found: Any) -> str:

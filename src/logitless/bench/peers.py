@@ -1,4 +1,4 @@
-"""Other people's losses as arms of a bench: what each needs, what it can do, and how it is called.
+"""Losses that are not ours as arms of a bench: what each needs, what it can do, and how it is called.
 
 Nothing of a peer is imported before it runs; a peer that is not installed is left out of a run.
 """
@@ -53,6 +53,25 @@ def left_out(peer: Peer, case: Case) -> str | None:
     return None
 
 
+def plain_jnp(case: Case, *arrays: Any) -> Any:
+    """The loss as it is written without a library: logits in the model's dtype, cast to float32, log_softmax."""
+    import jax
+    import jax.numpy as jnp
+
+    hidden, lm_head, targets, old_logprobs, advantages, mask = arrays
+    logits = jnp.matmul(hidden, lm_head if case.layout == "DV" else lm_head.T, precision=jax.lax.Precision.HIGHEST)
+    logits = logits.astype(jnp.float32)
+    if case.softcap is not None:
+        logits = case.softcap * jnp.tanh(logits / case.softcap)
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    counts = mask.astype(jnp.float32)
+    if case.loss == "cross_entropy":
+        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(counts.sum(), 1.0)
+    ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
+    token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(counts.sum(axis=1), 1.0)).mean()
+
+
 def tunix_grpo(case: Case, *arrays: Any) -> Any:
     """GRPO of log-probabilities as Tunix's learner takes them: all logits, in the dtype that the model computes in."""
     import jax
@@ -96,6 +115,15 @@ LIGER = f"{TORCH} liger-kernel==0.8.5"
 TOKAMAX = "pip install tokamax==0.0.17, with Python 3.12"
 
 PEERS: dict[str, Peer] = {
+    "plain_jnp": Peer(
+        modules=("jax",),
+        install="pip install jax",
+        framework="jax",
+        functions={"grpo": plain_jnp, "cross_entropy": plain_jnp},
+        distributions=(),
+        softcap=("grpo", "cross_entropy"),
+        rounds_logits=True,
+    ),
     "torch": Peer(
         modules=("torch",),
         install=TORCH,

@@ -27,6 +27,13 @@ from logitless.bench.report import plain_words, terminal_table
 from logitless.heads import Head
 
 MEASURE = "logitless.bench.measure"
+NEEDED = {
+    "gpu": "an NVIDIA GPU of 80 GB and jax[cuda13]; JAX's device here is {platform}",
+    "tpu": "a TPU and jax[tpu], and JAX's device here is {platform}; for what a v6e would take, without one: "
+    "logitless plan configs/plan_kernels_v6e.yaml",
+}
+"""What a config for one kind of device says where there is none."""
+
 FORWARD_TIMEOUT_S = 1800.0
 """For the one forward pass over the word problems, which takes about a minute on 2 cores."""
 
@@ -71,8 +78,8 @@ def run_bench(config: BenchConfig) -> int:
         config: what to run; see `BenchConfig`.
 
     Returns:
-        The exit code: 0 when every arm that could run here got numbers, or when the config needs a GPU and there is
-        none; 1 when an arm was refused or failed.
+        The exit code: 0 when every arm that could run here got numbers, or when the config needs a GPU or a TPU and
+        there is none; 1 when an arm was refused or failed.
 
     Raises:
         BenchError: nothing can run: an unknown arm, too few tokens, no network on the first run. Nothing was written.
@@ -80,8 +87,8 @@ def run_bench(config: BenchConfig) -> int:
     for arm in config.arms:
         require(arm)
     console = Console(stderr=True)
-    if config.device == "gpu" and (platform := _platform(config)) != "gpu":
-        line = f"skipped: {config.name} needs an NVIDIA GPU of 80 GB and jax[cuda13]; JAX's device here is {platform}"
+    if config.device != "any" and (platform := _platform(config)) != config.device:
+        line = f"skipped: {config.name} needs {NEEDED[config.device].format(platform=platform)}"
         Console().print(line, markup=False, highlight=False, soft_wrap=True)
         return 0
     groups = _groups(config, console)
@@ -94,7 +101,7 @@ def run_bench(config: BenchConfig) -> int:
 
 
 def _platform(config: BenchConfig) -> str:
-    """Asked in a child: a parent that holds the GPU would take its memory from the arms."""
+    """Asked in a child: a parent that holds the GPU would take its memory from the arms, and the TPU itself."""
     try:
         with Child(MEASURE) as child:
             return child.ask({"do": "environment"}, config.timeout_s)["device"]["platform"]
@@ -145,8 +152,9 @@ def _show(config: BenchConfig, records: list[dict[str, Any]], folder: Path) -> N
 
 
 def _run_all(config: BenchConfig, groups: list[_Group], scratch: Path, console: Console) -> list[dict[str, Any]]:
-    # A CPU holds all arms at once, and a busy spell of the machine hits all alike; a GPU holds one at a time.
-    in_turns = config.device != "gpu"
+    # A CPU holds all arms at once, and a busy spell of the machine hits all alike; a GPU holds one at a time, and a TPU
+    # lets no second process in.
+    in_turns = config.device == "any"
     stamp = {"name": config.name, **commit_of_package(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     stamp["in_turns"] = in_turns
     path = scratch / "inputs.npz"
@@ -184,7 +192,7 @@ def _random_inputs(config: BenchConfig, group: _Group, path: Path) -> None:
         "softcap": None if model is None else model.softcap,
         "noise": config.off_policy,
     }
-    if config.device != "gpu":
+    if config.device == "any":
         hidden_states.write_npz(path, random_arrays(**sizes))
         return
     try:

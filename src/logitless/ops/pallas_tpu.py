@@ -57,17 +57,10 @@ def linear_token_stats_pallas_tpu(
 def interpreted(run: Callable[..., TokenStats]) -> Callable[..., TokenStats]:
     """The same kernels in JAX's simulation of a TPU, on any device."""
 
-    def interpret(
-        hidden: Float[Array, "N D"],
-        lm_head: Float[Array, "..."],
-        bias: Float[Array, " V"] | None,
-        targets: Int[Array, " N"],
-        mask: Bool[Array, " N"] | None,
-        scalars: LogitScalars,
-        options: HeadOptions,
-    ) -> TokenStats:
-        simulated = replace(options, interpret=options.interpret or pltpu.InterpretParams())
-        return run(hidden, lm_head, bias, targets, mask, scalars, simulated)
+    # With the signature of `run`, by which the door's jit finds its static options, of a head or of logits.
+    @functools.wraps(run)
+    def interpret(*args: Any) -> TokenStats:
+        return run(*args[:-1], replace(args[-1], interpret=args[-1].interpret or pltpu.InterpretParams()))
 
     return interpret
 
