@@ -34,7 +34,7 @@ def record(implementation="pallas_tpu", kernels=(), variant=None, **plan):
     }
 
 
-def kernel(schedule_ms, least_ms=None, most_ms=None, dma_ms=1.0):
+def kernel(schedule_ms, least_ms=None, most_ms=None, dma_ms: float | None = 1.0):
     least, most = least_ms or schedule_ms, most_ms or schedule_ms
     return {"schedule_ms": schedule_ms, "least_ms": least, "most_ms": most, "dma_ms": dma_ms, "mxu_use": 0.9}
 
