@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from logitless.ops.api import IMPLEMENTATIONS, TOKEN_LOSS_IMPLEMENTATIONS
+from logitless.ops.api import IMPLEMENTATIONS, LOGITS_IMPLEMENTATIONS, TOKEN_LOSS_IMPLEMENTATIONS
 from logitless.ops.choice import INTERPRETED, PALLAS
 
 # Those that run on any device at full speed.
 HERE = [name for name in IMPLEMENTATIONS if name not in (PALLAS, INTERPRETED)]
+LOGITS_HERE = [name for name in LOGITS_IMPLEMENTATIONS if name not in (PALLAS, INTERPRETED)]
 TOKEN_LOSS_HERE = [name for name in TOKEN_LOSS_IMPLEMENTATIONS if name not in (PALLAS, INTERPRETED)]
 # With the simulated TPU, which takes seconds a program.
 EVERYWHERE = [*HERE, INTERPRETED]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from oracle import assert_close, central_differences, fixture
 
 from logitless import cross_entropy, linear_cross_entropy
-from logitless.ops.api import LOGITS_IMPLEMENTATIONS
-from problems import HERE
+from problems import HERE, LOGITS_HERE
 
 F = fixture()
 HIDDEN, HEAD, LABELS = F["hidden"].reshape(6, 3), F["lm_head"], F["targets"].reshape(6)
@@ -90,7 +89,7 @@ def test_linear_options_and_reductions(x64, option, implementation, layout):
         _same(actual, _expected(HIDDEN, HEAD, BIAS, labels, weigh, **options))
 
 
-@pytest.mark.parametrize("implementation", LOGITS_IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", LOGITS_HERE)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_logits_options_and_reductions(x64, option, implementation):
     # Case 106
@@ -290,7 +289,7 @@ def test_support_after_top_p(dtype):
     moved = np.array([[1.47656192, 0.10571736, 1.51435784], [1.04030596, 0.14131454, 1.25204176]])
     expected = np.where(F["targets"] < 2, np.inf, -F["logprobs"] - moved)
     tolerance: dict[str, Any] = {"rtol": 0.0, "atol": 1e-8} if dtype == "float64" else {"rtol": 1e-6, "atol": 1e-7}
-    for implementation in LOGITS_IMPLEMENTATIONS:
+    for implementation in LOGITS_HERE:
         options: dict[str, Any] = {"reduction": "none", "implementation": implementation}
         loss = cross_entropy(logits.astype(dtype), F["targets"], **options)
         assert_close(loss, expected, **tolerance)

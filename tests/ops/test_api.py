@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from logitless.audit import assert_logitless
 from logitless.ops.api import (
-    LOGITS_IMPLEMENTATIONS,
     linear_logprobs,
     linear_token_stats,
     token_logprobs,
     token_stats,
 )
-from problems import HERE, assert_in_budget, dynamic_loops, peaked
+from problems import HERE, LOGITS_HERE, assert_in_budget, dynamic_loops, peaked
 
 every = pytest.mark.parametrize("implementation", HERE)
 blocked = pytest.mark.parametrize("implementation", [name for name in HERE if name != "reference"])
@@ -251,7 +250,7 @@ def test_logits_dtype_rounds_the_logits(implementation):
 def test_30_bf16_logits_lose_nothing_beyond_their_own_rounding():
     logits = (peaked(11, 6, 90, "float32").hidden @ peaked(11, 6, 90, "float32").lm_head.T).astype(jnp.bfloat16)
     targets = jnp.arange(11)
-    for implementation in LOGITS_IMPLEMENTATIONS:
+    for implementation in LOGITS_HERE:
         run = functools.partial(token_stats, implementation=implementation)
         for x, y in zip(run(logits, targets)[:3], run(logits.astype(jnp.float32), targets)[:3], strict=True):
             np.testing.assert_array_equal(x, y)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import LOGITS_IMPLEMENTATIONS, linear_token_stats, token_stats
+from logitless.ops.api import linear_token_stats, token_stats
 from logitless.ops.types import OUTPUT_NAMES, Layout
-from problems import HERE, SIZES, assert_in_budget, in_layout, peaked
+from problems import HERE, LOGITS_HERE, SIZES, assert_in_budget, in_layout, peaked
 
 OPTIONS = {
     "plain": {},
@@ -91,7 +91,7 @@ def test_sizes_and_blocks_stay_in_budget(size, blocks, implementation):
     check(SIZES[size], "float32", "DV", "all", implementation, blocks)
 
 
-@pytest.mark.parametrize("implementation", [name for name in LOGITS_IMPLEMENTATIONS if name != "reference"])
+@pytest.mark.parametrize("implementation", [name for name in LOGITS_HERE if name != "reference"])
 @pytest.mark.parametrize("option", ["plain", "temperature", "softcap", "logit_scale", "mask", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logits_level_stays_in_budget(dtype, option, implementation):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logitless.ops.api import LOGITS_IMPLEMENTATIONS, linear_logprobs, linear_token_stats, token_stats
+from logitless.ops.api import linear_logprobs, linear_token_stats, token_stats
 from logitless.ops.types import Layout
-from problems import EVERYWHERE, HERE, INTERPRETED, equations, fixture_f, sizes_for
+from problems import EVERYWHERE, HERE, INTERPRETED, LOGITS_HERE, equations, fixture_f, sizes_for
 
 pytestmark = pytest.mark.usefixtures("x64")
 every = pytest.mark.parametrize("implementation", HERE)
@@ -281,7 +281,7 @@ def test_90_entropy_with_impossible_columns(implementation, z):
     near(gradient, expected[1])
 
 
-@pytest.mark.parametrize("implementation", LOGITS_IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", LOGITS_HERE)
 def test_88_support_after_top_p(implementation):
     hidden, lm_head, targets = fixture_f()
     logits = hidden @ lm_head.T
