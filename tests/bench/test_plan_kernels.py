@@ -36,7 +36,14 @@ def record(implementation="pallas_tpu", kernels=(), variant=None, **plan):
 
 def kernel(schedule_ms, least_ms=None, most_ms=None, dma_ms: float | None = 1.0):
     least, most = least_ms or schedule_ms, most_ms or schedule_ms
-    return {"schedule_ms": schedule_ms, "least_ms": least, "most_ms": most, "dma_ms": dma_ms, "mxu_use": 0.9}
+    return {
+        "name": "logitless_forward.1",
+        "schedule_ms": schedule_ms,
+        "least_ms": least,
+        "most_ms": most,
+        "dma_ms": dma_ms,
+        "mxu_use": 0.9,
+    }
 
 
 def cells(records):
@@ -68,6 +75,12 @@ def test_a_row_has_the_floor_of_its_products_and_the_baseline_beside_it():
 def test_the_floor_of_each_variant(variant, floor):
     (row,) = cells([record(kernels=[kernel(20.0)], variant=variant)])
     assert float(row[7].removesuffix(" ms")) == pytest.approx(floor, rel=2e-3)
+
+
+def test_of_the_sweep_only_its_two_products_count_as_use_of_the_matrix_units():
+    frozen = {"differentiate": ("hidden",)}
+    (row,) = cells([record(kernels=[kernel(24.3) | {"name": "logitless_sweep.1"}], variant=frozen)])
+    assert row[5] == f"{2 * 11.083 / 24.3:.3f}" and row[8] == "1.10x"
 
 
 def test_copies_that_nobody_can_count_are_unknown():

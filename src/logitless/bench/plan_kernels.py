@@ -63,7 +63,7 @@ def _row(record: Record, records: Sequence[Record]) -> tuple[str, ...]:
         size(plan["temp_bytes"]),
         duration(schedule_ms) + _range(kernels),
         "unknown" if None in copies else duration(sum(copies)),
-        " / ".join(f"{kernel['mxu_use']:.3f}" for kernel in kernels),
+        " / ".join(f"{_mxu_use(kernel, case):.3f}" for kernel in kernels),
         duration(plan["expected_ms"]),
         duration(floor_ms),
         factor(schedule_ms / floor_ms),
@@ -84,7 +84,20 @@ def _floor_ms(case: Record) -> float:
     if variant["level"] == "logits":
         width = {"float32": 4}.get(case["dtype"], 2)
         return 3 * tokens * case["vocab_size"] * width / chip.hbm_bytes_per_s * 1e3
-    backward = {1: 0.0 if variant["differentiate"] == ["hidden"] else 2.0, 2: 3.0}[len(variant["differentiate"])]
-    forward = 2.0 if variant["differentiate"] == ["hidden"] else 1.0
-    products = forward + backward * (1 - variant["flat"])
-    return products * 2 * tokens * case["hidden_size"] * case["vocab_size"] / chip.flops_per_s * 1e3
+    # With the head's gradient the logits are made again, and both gradients or one taken from them.
+    wanted = list(variant["differentiate"])
+    products = 2.0 if wanted == ["hidden"] else 1.0 + (1 + len(wanted)) * (1 - variant["flat"])
+    return products * _product_ms(case, tokens, chip.flops_per_s)
+
+
+def _product_ms(case: Record, tokens: float, flops_per_s: float) -> float:
+    """A product of hidden states and head, without padding, at the chip's peak."""
+    return 2 * tokens * case["hidden_size"] * case["vocab_size"] / flops_per_s * 1e3
+
+
+def _mxu_use(kernel: Record, case: Record) -> float:
+    """Share of the matrix units' slots; of the sweep its two products, for it has others that only collect targets."""
+    if "_sweep" not in kernel["name"]:
+        return kernel["mxu_use"]
+    chip, tokens = topology(case["where"]).chip, case["tokens"] * (1 - case["variant"]["masked"])
+    return 2 * _product_ms(case, tokens, chip.flops_per_s) / kernel["schedule_ms"]
