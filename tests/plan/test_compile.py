@@ -16,7 +16,8 @@ from logitless.ops.pallas_tpu_vmem import HeadProblem, vmem_of
 from logitless.plan import ProgramPlan
 from logitless.plan.report import KernelPlan
 
-CONFIG = CompileConfig("matrix", (Cells((64,), (1000,)),), tokens=2048)
+# Few tokens, so that blocks are small and compile in seconds; full ones are in the record of the matrix.
+CONFIG = CompileConfig("matrix", (Cells((64,), (1000,)),), tokens=512)
 
 # Every chip, both layouts, a D that is no multiple of 128 and a V that is none of 16, one and two backward kernels.
 DOZEN = [
