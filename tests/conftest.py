@@ -15,6 +15,13 @@ def strict_jax():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Thousands of compiled programs in one process have crashed XLA's compiler for the CPU."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """64-bit inputs, for goldens and oracles; in all threads, for the simulated TPU has threads of its own."""
