@@ -100,12 +100,13 @@ def run_compile(config: CompileConfig) -> int:
         CompilerMissing: the compiler is not installed; says what to install.
     """
     path = results_folder(config.results) / f"{config.name}.jsonl"
-    found = versions("tpu", sys.executable)
+    # The commit of the code that was imported: it may move on while cells compile.
+    about = commit_of_package() | {"versions": versions("tpu", sys.executable)}
     cells, console = cells_of(config), Console(stderr=True)
     records = {_key(record): record for record in (read_records(path) if path.exists() else [])}
     failed = 0
     for at, cell in enumerate(cells, 1):
-        record = compile_cell(config, cell) | commit_of_package() | {"versions": found}
+        record = compile_cell(config, cell) | about
         record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
         before = records.get(_key(record))
         if record.pop("cached") and before is not None and before["kernels"] == record["kernels"]:

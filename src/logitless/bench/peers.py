@@ -54,22 +54,15 @@ def left_out(peer: Peer, case: Case) -> str | None:
 
 
 def plain_jnp(case: Case, *arrays: Any) -> Any:
-    """The loss as it is written without a library: logits in the model's dtype, cast to float32, log_softmax."""
+    """The loss as it is written without a library."""
     import jax
     import jax.numpy as jnp
 
-    hidden, lm_head, targets, old_logprobs, advantages, mask = arrays
+    from logitless.bench.plain import plain_loss
+
+    hidden, lm_head, *rest = arrays
     logits = jnp.matmul(hidden, lm_head if case.layout == "DV" else lm_head.T, precision=jax.lax.Precision.HIGHEST)
-    logits = logits.astype(jnp.float32)
-    if case.softcap is not None:
-        logits = case.softcap * jnp.tanh(logits / case.softcap)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-    counts = mask.astype(jnp.float32)
-    if case.loss == "cross_entropy":
-        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(counts.sum(), 1.0)
-    ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
-    token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(counts.sum(axis=1), 1.0)).mean()
+    return plain_loss(case.loss, logits, *rest, softcap=case.softcap)
 
 
 def tunix_grpo(case: Case, *arrays: Any) -> Any:

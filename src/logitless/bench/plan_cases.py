@@ -1,5 +1,6 @@
 """What `logitless plan` plans: the YAML config, and the loss and gradients of an LM head as functions with shapes."""
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from logitless.bench.cases import DIFFERENTIATED, Loss, known_head
 from logitless.bench.errors import BenchError
+from logitless.bench.plain import plain_loss
 from logitless.losses.linear import cross_entropy, linear_cross_entropy
 from logitless.losses.linear_presets import linear_grpo_loss
 from logitless.losses.policy_presets import grpo_loss
@@ -249,12 +251,13 @@ def donated(case: PlanCase) -> tuple[int, ...]:
 
 def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
     """The loss of the case's inputs and what every loss takes."""
-    plain = implementation == PLAIN
+    is_plain = implementation == PLAIN
+    plain = functools.partial(plain_loss, case.loss, softcap=case.softcap, logit_scale=case.logit_scale)
 
     def of_hidden(hidden, lm_head, targets, old_logprobs, advantages, mask):
-        if plain:
+        if is_plain:
             logits = hidden @ (lm_head if case.layout == "DV" else lm_head.T)
-            return _plain_loss(case, logits, targets, old_logprobs, advantages, mask)
+            return plain(logits, targets, old_logprobs, advantages, mask)
         options: Any = {
             "layout": case.layout,
             "softcap": case.softcap,
@@ -266,8 +269,8 @@ def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
         return linear_grpo_loss(hidden, lm_head, targets, old_logprobs, advantages, mask, **options).loss
 
     def of_logits(logits, targets, old_logprobs, advantages, mask):
-        if plain:
-            return _plain_loss(case, logits, targets, old_logprobs, advantages, mask)
+        if is_plain:
+            return plain(logits, targets, old_logprobs, advantages, mask)
         options: Any = {
             "softcap": case.softcap,
             "logit_scale": case.logit_scale,
@@ -279,20 +282,6 @@ def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
         return grpo_loss(logprobs, old_logprobs, advantages, mask).loss
 
     return of_hidden if case.variant.level == "hidden" else of_logits
-
-
-def _plain_loss(
-    case: PlanCase, logits: jax.Array, targets: Any, old_logprobs: Any, advantages: Any, mask: Any
-) -> jax.Array:
-    logits = logits.astype(jnp.float32) * case.logit_scale
-    if case.softcap is not None:
-        logits = case.softcap * jnp.tanh(logits / case.softcap)
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-    if case.loss == "cross_entropy":
-        return jnp.where(mask, -logprobs, 0.0).sum() / jnp.maximum(mask.sum(dtype=jnp.float32), 1.0)
-    ratio, advantage = jnp.exp(logprobs - old_logprobs), advantages[:, None]
-    token_loss = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    return (jnp.where(mask, token_loss, 0.0).sum(axis=1) / jnp.maximum(mask.sum(axis=1, dtype=jnp.float32), 1.0)).mean()
 
 
 def _need(holds: bool, message: str) -> None:

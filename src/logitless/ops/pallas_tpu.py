@@ -125,7 +125,7 @@ def gradients_by(
     tokens = cut_tokens(active, inputs.hidden.shape[0], cut.block_n, even=cut.cores)
     targets, terms = terms_in_places(residuals, d_stats, tokens, cut.vocab)
     refs = _refs(inputs, tokens.gather(inputs.hidden), targets, cut)
-    terms = jax.tree.map(lambda x: x[:, None], terms)
+    terms = as_columns(terms)
     if kernel == "d_hidden":
         d_hidden = _run_d_hidden(refs, terms, cut, tokens.blocks)
         return Gradients(tokens.scatter(d_hidden), None, None)
@@ -190,6 +190,11 @@ def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, "
         lm_head=inputs.lm_head,
         bias=None if inputs.bias is None else inputs.bias[None, :],
     )
+
+
+def as_columns(terms: RowTerms) -> RowTerms:
+    """Numbers per token as matrices."""
+    return jax.tree.map(lambda x: x[:, None], terms)
 
 
 def _ranges(targets: Int[Array, " K"], size: int, vocab: int) -> Ranges:
@@ -280,13 +285,14 @@ def _term_specs(terms: RowTerms, specs: HeadRefs) -> RowTerms:
 
 def _lane_sums(refs: HeadRefs, cut: Cut, outputs: tuple[str, ...]) -> tuple[Running, Running]:
     """Block and shape of each sum of the online softmax, lane by lane: `[K, LANES]`."""
-
-    def kept(x: Any) -> Running:
-        weighted, plain = "entropy" in outputs, "mean_logits" in outputs
-        return Running(x, x, x if weighted else None, x if plain else None, x)
-
     shape = jax.ShapeDtypeStruct((refs.hidden.shape[0], LANES), cut.dtype)
-    return kept(_spec(cut, True, (cut.block_n, LANES), "n", None)), kept(shape)
+    spec = _spec(cut, True, (cut.block_n, LANES), "n", None)
+    return each_sum(spec, outputs), each_sum(shape, outputs)
+
+
+def each_sum(x: Any, outputs: tuple[str, ...]) -> Running:
+    """`x` for each sum that the outputs need."""
+    return Running(x, x, x if "entropy" in outputs else None, x if "mean_logits" in outputs else None, x)
 
 
 def _run_forward(refs: HeadRefs, targets: Int[Array, " K"], cut: Cut, blocks: Any, outputs: tuple[str, ...]) -> Running:

@@ -73,14 +73,14 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
 
     @pl.when(j == 0)
     def _start():
-        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
+        start_sums(running, cut)
 
     def meet(columns: int, targets: bool) -> None:
         state, ahead = jax.tree.map(lambda ref: ref[...], running), head.ahead(j, cut) if targets else None
         for start in range(0, columns, SUB_COLUMNS):
             here = None if ahead is None else ahead - start
             state = meet_lanes(state, head.logits(start, cut), here, columns - start, cut)
-        _put(running, state)
+        put_sums(running, state)
 
     _on_each_block_with_targets(j, ranges, cut, meet)
 
@@ -104,7 +104,12 @@ def _on_each_block_with_targets(j: Any, ranges: Ranges, cut: Cut, run: Callable[
         pl.when(j == cut.blocks - 1)(lambda: run(cut.last, True))
 
 
-def _put(refs: Running, values: Sequence[Any]) -> None:
+def start_sums(running: Running, cut: Cut) -> None:
+    """An online softmax that has met no column yet."""
+    put_sums(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
+
+
+def put_sums(refs: Running, values: Sequence[Any]) -> None:
     for ref, x in zip(refs, values, strict=True):
         if ref is not None:
             ref[...] = jnp.full(ref.shape, x, ref.dtype) if isinstance(x, float) else x
@@ -227,7 +232,7 @@ def sweep_kernel(
 
     @pl.when(j == 0)
     def _start():
-        _put(running, (cut.lowest, 0.0, 0.0, 0.0, 0.0))
+        start_sums(running, cut)
         scratch.sums[...] = jnp.zeros(scratch.sums.shape, scratch.sums.dtype)
         if out.own is not None:
             out.own[...] = jnp.zeros(out.own.shape, out.own.dtype)
@@ -298,7 +303,7 @@ def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut
         maximum = jnp.maximum(maximum, _tree(jnp.maximum, xs))
     for start in range(-(-columns // LANES) * LANES, cut.block_v, LANES):
         logits[:, start : start + LANES] = jnp.full((cut.block_n, LANES), -jnp.inf, cut.dtype)
-    _put(running, (maximum, state.total, state.weighted, plain, target))
+    put_sums(running, (maximum, state.total, state.weighted, plain, target))
 
 
 def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, cut: Cut) -> None:
@@ -312,7 +317,7 @@ def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array
         for place, z, e in zip(places, zs, es, strict=True):
             weight = e if scalars.softcap is None else e * softcap_slope(z, scalars)
             scratch.weights[:, place] = weight.astype(scratch.weights.dtype)
-    _put(running, (state.maximum, total, weighted, state.plain, state.target))
+    put_sums(running, (state.maximum, total, weighted, state.plain, state.target))
 
 
 class GradientRefs(NamedTuple):

@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.derivatives import logits_vjp
-from logitless.ops.pallas_tpu import merge_lanes
+from logitless.ops.pallas_tpu import as_columns, each_sum, merge_lanes
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_kernels import LANES
 from logitless.ops.pallas_tpu_logits_kernels import LogitsRefs, backward_kernel, forward_kernel
-from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, row_terms
+from logitless.ops.softmax import Normaliser, Running, finish, row_terms
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
 # Of the smallest VMEM among the chips, 16 MB on v4, float32 blocks of the backward pass take half.
@@ -92,8 +92,8 @@ def _forward(
         None if mask is None else _live_blocks(mask, cut),
         (_refs(logits, targets, scalars, cut.dtype),),
         (_specs(cut, scalars),),
-        _each_sum(lanes, options),
-        _each_sum(jax.ShapeDtypeStruct((count, LANES), cut.dtype), options),
+        each_sum(lanes, options.outputs),
+        each_sum(jax.ShapeDtypeStruct((count, LANES), cut.dtype), options.outputs),
         cut,
         name="logitless_logits_forward",
         vmem_bytes=_block_bytes(cut, logits.dtype, big=1, rows=len(Running._fields) + 1),
@@ -116,7 +116,7 @@ def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Fl
     return _call(
         functools.partial(backward_kernel, cut=cut),
         _live_blocks(active, cut),
-        (_refs(logits, jnp.where(active, targets, -1), scalars, cut.dtype), _as_columns(terms)),
+        (_refs(logits, jnp.where(active, targets, -1), scalars, cut.dtype), as_columns(terms)),
         (_specs(cut, scalars), jax.tree.map(lambda _: row, terms)),
         pl.BlockSpec((cut.block_n, cut.block_v), lambda i, j, *live: (i, j)),
         jax.ShapeDtypeStruct(logits.shape, logits.dtype),
@@ -132,17 +132,6 @@ _token_stats = logits_vjp(_forward, _backward, "pallas_tpu")
 
 def _refs(logits: Array, targets: Array, scalars: LogitScalars, dtype: np.dtype) -> LogitsRefs:
     return LogitsRefs(jax.tree.map(lambda x: x.astype(dtype).reshape(1), scalars), targets[:, None], logits)
-
-
-def _each_sum(x: Any, options: HeadOptions) -> Running:
-    """`x` for each sum that the outputs need."""
-    return Running(
-        x, x, x if "entropy" in options.outputs else None, x if "mean_logits" in options.outputs else None, x
-    )
-
-
-def _as_columns(terms: RowTerms) -> RowTerms:
-    return jax.tree.map(lambda x: x[:, None], terms)
 
 
 def _specs(cut: Cut, scalars: LogitScalars) -> LogitsRefs:

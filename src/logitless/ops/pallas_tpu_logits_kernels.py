@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
-from logitless.ops.pallas_tpu_kernels import LANES, meet_lanes, on_each_block
+from logitless.ops.pallas_tpu_kernels import LANES, meet_lanes, on_each_block, start_sums
 from logitless.ops.softmax import RowTerms, Running, d_logits, transform_logits
 from logitless.ops.types import LogitScalars
 
@@ -53,9 +53,7 @@ def forward_kernel(live: Any | None, refs: LogitsRefs, running: Running, *, cut:
 
     @pl.when(j == 0)
     def _start():
-        for name, ref in running._asdict().items():
-            if ref is not None:
-                ref[...] = jnp.full(ref.shape, cut.lowest if name == "maximum" else 0.0, cut.dtype)
+        start_sums(running, cut)
 
     def meet(columns: int) -> None:
         for rows in _chunks(cut):
