@@ -178,7 +178,11 @@ def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
     vocab = lm_head.shape[options.layout.index("V")]
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     blocks = blocks_of(kernel, hidden, lm_head, options)
-    return Cut(vocab, blocks.block_n, blocks.block_v, blocks.vmem_bytes, blocks.cores, dtype, options)
+    cut = Cut(vocab, blocks.block_n, blocks.block_v, blocks.vmem_bytes, blocks.cores, dtype, options)
+    if kernel in ("backward", "d_lm_head"):
+        # The cores share the vocabulary: one without a block of its own would write another's.
+        cut = replace(cut, cores=-(-cut.blocks // cut.blocks_of_core))
+    return cut
 
 
 def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, " K"], cut: Cut) -> HeadRefs:
