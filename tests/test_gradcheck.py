@@ -221,6 +221,23 @@ def test_a_floor_replaces_the_default():
     assert report.ok
 
 
+def test_of_several_orders_the_largest_error_of_the_plain_loss_counts():
+    def plain(hidden):
+        first, second, third = hidden
+        return first + second + third, hidden
+
+    def candidate(hidden):
+        loss, logprobs = plain(hidden)
+        return loss + 1.5, logprobs
+
+    exact, lossy = (jnp.asarray(x, jnp.float32) for x in ([1e8, -1e8, 1.0], [1e8, 1.0, -1e8]))
+    rest = {"floors": {"abs_diff_loss": 0.0}}
+    alone = gradcheck(candidate, plain, {"hidden": exact}, **rest)
+    assert [failure.split(":")[0] for failure in alone.failures] == ["loss"]
+    report = gradcheck(candidate, plain, {"hidden": exact}, **rest, reordered=[{"hidden": lossy}])
+    assert report.ok and report.budgets[0].plain_error == 1.0
+
+
 def test_a_float32_oracle_needs_no_float64():
     report = gradcheck(plain, plain, problem(jnp.bfloat16), oracle_dtype="float32")
     assert report.ok

@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from logitless.bench.errors import BenchError
 from logitless.bench.gradcheck_cases import GradcheckCase, GradcheckConfig, resolve, run_gradcheck
-from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays
+from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays, reorder
 from logitless.cli import read_config
 from logitless.ops import pallas_tpu_kernels
 
@@ -47,8 +48,9 @@ def test_the_full_size_config_asks_what_it_must():
         resolved = resolve(case)
         assert (resolved.hidden_size, resolved.vocab_size) == (1536, 151_936) and case.tokens >= 64
         assert case.implementation == "pallas_tpu_interpret" and case.peaked and case.factor == 2.0
-        # Nothing but the factor is allowed, the loss aside.
+        # Nothing but the factor is allowed.
         assert {key for key, floor in case.floors.items() if floor == 0.0} == {
+            "abs_diff_loss",
             "fwd/logp_max_abs",
             *(f"d{name}_max_abs" for name in case.moving),
         }
@@ -84,6 +86,24 @@ def test_a_wrong_sign_in_the_kernels_exits_1_and_names_the_worst_element(tmp_pat
     jax.clear_caches()
     errors = capsys.readouterr().err
     assert "d_hidden: error" in errors and "d_lm_head: error" in errors and "worst element [" in errors
+
+
+@pytest.mark.parametrize(("level", "layout"), [("hidden", "DV"), ("hidden", "VD"), ("logits", "DV")])
+def test_another_order_of_the_sums_is_the_same_problem(level, layout):
+    resolved = resolve(GradcheckCase("x", hidden_size=24, vocab_size=150, level=level, layout=layout))
+    arrays = make_arrays(resolved, 0)
+    turned = list(reorder(resolved, arrays, 3))
+    assert len(turned) == 2
+    with jax.enable_x64(True):
+        wide = [
+            {k: x.astype(jnp.float64) if x.dtype == jnp.float32 else x for k, x in some.items()}
+            for some in (arrays, *turned)
+        ]
+        losses, logprobs = zip(*(resolved.loss("reference", **some) for some in wide), strict=True)
+        np.testing.assert_allclose(losses, losses[0], rtol=1e-13)
+        np.testing.assert_allclose(logprobs, [logprobs[0]] * 3, rtol=1e-12)
+    moved = "logits" if level == "logits" else "hidden"
+    assert all(not np.array_equal(some[moved], arrays[moved]) for some in turned)
 
 
 @pytest.mark.parametrize("level", ["hidden", "logits"])

@@ -1,7 +1,7 @@
 """What `gradcheck` computes on whole arrays, block by block, and reduces to a few numbers."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +39,24 @@ def values_and_grads(
     return run(dict(args))
 
 
-def against_oracle(plain, args, names, pairs, oracle_dtype) -> dict[str, Any]:
-    """Runs the oracle and reduces every difference to a few numbers on the device."""
+def losses_of(function: LossAndLogprobs, several: Iterable[Mapping[str, jax.Array]]) -> list[jax.Array]:
+    """The loss alone of each."""
+    run = jax.jit(lambda args: function(**args)[0])
+    return [run(dict(args)) for args in several]
+
+
+def against_oracle(plain, args, names, pairs, losses, oracle_dtype) -> dict[str, Any]:
+    """Runs the oracle and reduces every difference to a few numbers on the device.
+
+    `losses` are more of plain jnp's, whose largest error counts.
+    """
     context = jax.enable_x64(True) if oracle_dtype == "float64" else contextlib.nullcontext()
     with context:
         truth = values_and_grads(plain, args, names, oracle_dtype)
         found = {name: jax.jit(_compare)(truth[name], *pair) for name, pair in pairs.items()}
+        for loss in losses:
+            error = _compare(truth["loss"], loss, loss).plain_error
+            found["loss"] = found["loss"]._replace(plain_error=jnp.maximum(found["loss"].plain_error, error))
         return jax.device_get({"oracle loss": truth["loss"], **found})
 
 

@@ -8,7 +8,7 @@ units in the last place.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from logitless._arrays import Array
-from logitless._gradcheck_arrays import Comparison, LossAndLogprobs, against_oracle, values_and_grads
+from logitless._gradcheck_arrays import Comparison, LossAndLogprobs, against_oracle, losses_of, values_and_grads
 
 # Rounding once to 16 bits costs half a unit in the last place; float32 sums in another order cost a few.
 FLOOR_ULPS_16_BIT = 1.0
@@ -208,6 +208,7 @@ def gradcheck(
     floors: Mapping[str, float] | None = None,
     gates: Mapping[str, float] | None = None,
     block_sizes: Mapping[str, int] | None = None,
+    reordered: Iterable[Mapping[str, Array]] = (),
 ) -> GradcheckReport:
     """Judges a candidate's loss, log-probabilities and gradients by an error budget, against a float64 oracle.
 
@@ -236,6 +237,8 @@ def gradcheck(
         gates: absolute limits by record name, those of the relative errors (`dhidden_max_rel`) included, on top of
             the budget. Relative means: over the largest magnitude of the oracle's array.
         block_sizes: block sizes that the candidate uses, for the report only.
+        reordered: `args` again with an axis that is summed over in other orders, one dict an order. The loss is one
+            number, in which rounding cancels by luck: the largest error that plain jnp makes in any order counts.
 
     Returns:
         A `GradcheckReport`: `.ok`, `.failures` with the worst element of each, `.record()`; errors are in the unit of
@@ -260,7 +263,7 @@ def gradcheck(
     """
     observe = functools.partial(_observe, candidate)
     given = (floors or {}, gates or {}, block_sizes or {})
-    return _judge(observe, plain, args, differentiate, oracle_dtype, factor, *given)
+    return _judge(observe, plain, args, differentiate, oracle_dtype, factor, *given, reordered)
 
 
 def gradcheck_values(
@@ -280,10 +283,12 @@ def gradcheck_values(
         observed = {name: jnp.asarray(value) for name, value in values.items()}
         return _comparable(observed | {"logprobs": from_plain["logprobs"]}, args, names, expected)
 
-    return _judge(observe, plain, args, differentiate, oracle_dtype, 2.0, {}, {}, {})
+    return _judge(observe, plain, args, differentiate, oracle_dtype, 2.0, {}, {}, {}, ())
 
 
-def _judge(observe, plain, args, differentiate, oracle_dtype, factor, floors, gates, block_sizes) -> GradcheckReport:
+def _judge(
+    observe, plain, args, differentiate, oracle_dtype, factor, floors, gates, block_sizes, reordered
+) -> GradcheckReport:
     names = _check_names(args, differentiate, oracle_dtype, factor)
     args = {name: jnp.asarray(value) for name, value in args.items()}
     expected = _shapes(plain, args)
@@ -297,7 +302,8 @@ def _judge(observe, plain, args, differentiate, oracle_dtype, factor, floors, ga
     from_plain = values_and_grads(plain, args, names)
     from_candidate, problems = observe(args, names, expected, from_plain)
     pairs = {name: (from_candidate[name], from_plain[name]) for name in from_plain if name in from_candidate}
-    compared = against_oracle(plain, args, names, pairs, oracle_dtype)
+    losses = losses_of(plain, reordered) if "loss" in pairs else []
+    compared = against_oracle(plain, args, names, pairs, losses, oracle_dtype)
     results = {name: from_plain[name] for name in _quantities(names)}
     return GradcheckReport(
         budgets=_budgets(compared, results, problems, floors, factor),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from logitless import __version__
 from logitless.bench.errors import BenchError
-from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays
+from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays, reorder
 from logitless.bench.records import append_records, commit_of_package, results_folder
 from logitless.gradcheck import GradcheckReport, gradcheck
 from logitless.heads import head as known_head
@@ -65,6 +65,8 @@ class GradcheckCase:
         seeds: one run each; the record keeps the worst.
         oracle_dtype: float64, or float32 on a device without it.
         factor: how many times the error of plain jnp is allowed.
+        orders: orders of its sums in which plain jnp makes the loss; the one with the largest error counts, for the
+            rounding of a single number is a matter of luck.
         floors: what is allowed on top of the factor, by record name, such as dhidden_max_abs, in place of a few units
             in the last place.
         gates: absolute limits by record name, such as dhidden_max_rel, on top of the budget.
@@ -94,6 +96,7 @@ class GradcheckCase:
     seeds: list[int] = field(default_factory=lambda: [0])
     oracle_dtype: Literal["float64", "float32"] = "float64"
     factor: float = 2.0
+    orders: int = 1
     floors: dict[str, float] = field(default_factory=dict)
     gates: dict[str, float] = field(default_factory=dict)
 
@@ -211,6 +214,7 @@ class ResolvedCase:
             "frozen_head": case.frozen_head,
             "seeds": list(case.seeds),
             "factor": case.factor,
+            "orders": case.orders,
         }
 
     @property
@@ -302,6 +306,7 @@ def _check(case: GradcheckCase) -> None:
         f"hidden_size and vocab_size are {sizes}; both must be positive": any(n is not None and n < 1 for n in sizes),
         f"mask_fraction is {case.mask_fraction}; it must be at least 0 and below 1": not 0 <= case.mask_fraction < 1,
         f"factor is {case.factor}; it must be positive": not case.factor > 0,
+        f"orders is {case.orders}; it must be positive": case.orders < 1,
         "seeds is empty; give at least one": not case.seeds,
         "a bias belongs to the head: level must be hidden": case.bias and case.level == "logits",
         "frozen_head needs a head: level must be hidden": case.frozen_head and case.level == "logits",
@@ -351,6 +356,7 @@ def _run_case(resolved: ResolvedCase) -> tuple[int, tuple[InputFacts, GradcheckR
             floors=case.floors,
             gates=case.gates,
             block_sizes=case.block_sizes,
+            reordered=reorder(resolved, arrays, case.orders),
         )
     worst = max(reports, key=lambda seed: (not reports[seed].ok, reports[seed].spent))
     found = facts[worst], reports[worst]

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,19 @@ def _logits(resolved: "ResolvedCase", arrays: Mapping[str, jax.Array]) -> jax.Ar
     if resolved.softcap is not None:
         logits = resolved.softcap * jnp.tanh(logits / resolved.softcap)
     return logits / case.temperature
+
+
+def reorder(resolved: "ResolvedCase", arrays: Mapping[str, jax.Array], orders: int) -> Iterator[dict[str, jax.Array]]:
+    """The same problem in other orders of what plain jnp sums: the hidden size, at the logits level the vocabulary."""
+    case = resolved.case
+    summed = {"logits": -1} if case.level == "logits" else {"hidden": -1, "lm_head": case.layout.index("D")}
+    for seed in range(1, orders):
+        size = resolved.vocab_size if case.level == "logits" else resolved.hidden_size
+        order = np.random.default_rng(seed).permutation(size)
+        turned = {name: jnp.take(arrays[name], order, axis=axis) for name, axis in summed.items()}
+        if case.level == "logits":
+            turned["targets"] = jnp.asarray(np.argsort(order).astype(np.int32))[arrays["targets"]]
+        yield dict(arrays) | turned
 
 
 def make_arrays(resolved: "ResolvedCase", seed: int) -> dict[str, jax.Array]:
