@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
-from logitless.ops.softmax import Normaliser, d_logits_tile, finish, meet, start
+from logitless.ops.blocks import TokenCut
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp
+from logitless.ops.softmax import Normaliser, Running, d_logits_tile, finish, meet, start
 from logitless.ops.tiles import (
     Gradients,
     cut_problem,
@@ -40,6 +41,21 @@ def linear_token_stats_chunked(
 def _forward(
     inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...], wanted: Differentiated | None
 ) -> tuple[TokenStats, Normaliser, None]:
+    tokens, running, in_vocab = _running(inputs, options, outputs)
+    vocab = inputs.lm_head.shape[options.layout.index("V")]
+    return *jax.tree.map(tokens.scatter, finish(running, in_vocab, vocab, outputs)), None
+
+
+def _sums(inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...]) -> Running:
+    """The online softmax of each token over a part of the vocabulary."""
+    tokens, running, _ = _running(inputs, options, outputs)
+    return jax.tree.map(tokens.scatter, running)
+
+
+def _running(
+    inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...]
+) -> tuple[TokenCut, Running, Bool[Array, " K"]]:
+    """The tokens' places, and there the online softmax and whether the target is a column."""
     hidden, lm_head, bias, targets, mask, scalars = inputs
     tokens, vocab = cut_problem(hidden, lm_head, mask, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
@@ -54,15 +70,14 @@ def _forward(
             rows = tokens.rows(j)
             z = logits_tile(rows.of(front), w, b, scalars, options, dtype)
             part = jax.tree.map(rows.of, running)
-            met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis)
+            met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis, options.padded)
             return jax.tree.map(rows.put, running, met)
 
         return lax.fori_loop(0, tokens.blocks, token_step, running)
 
     running = start(targets.shape[0], dtype, outputs)
     running = lax.fori_loop(0, vocab.blocks, vocab_step, running)
-    results = finish(running, targets < vocab.vocab, vocab.vocab, outputs)
-    return *jax.tree.map(tokens.scatter, results), None
+    return tokens, running, targets < vocab.vocab
 
 
 def _backward(
@@ -86,3 +101,4 @@ def _backward(
 
 
 _token_stats = head_vjp("chunked", _forward, _backward)
+PASSES = Passes(_sums, _backward)

@@ -8,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.derivatives import logits_vjp
+from logitless.ops.derivatives import Passes, logits_vjp
 from logitless.ops.softmax import (
     Normaliser,
+    Running,
     d_logits_tile,
     finish,
     meet,
@@ -52,6 +53,23 @@ def _forward(
     options: HeadOptions,
     also: tuple[str, ...] = (),
 ) -> tuple[TokenStats, Normaliser]:
+    running = _sums(logits, targets, mask, scalars, options, options.outputs)
+    vocab = logits.shape[1]
+    stats, normaliser = finish(running, targets < vocab, vocab, (*options.outputs, *also))
+    if mask is not None:
+        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
+    return stats, normaliser
+
+
+def _sums(
+    logits: Float[Array, "N V"],
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    outputs: tuple[str, ...],
+) -> Running:
+    """The online softmax of each row over its columns."""
     vocab = logits.shape[1]
     # A tile has the rows of all tokens.
     cut = vocab_cut(vocab, replace(options, block_n=logits.shape[0]))
@@ -60,13 +78,10 @@ def _forward(
     def step(i, running):
         block = cut.block(i)
         z = transform_logits(block.of(logits, 1).astype(dtype), scalars)
-        return meet(running, z, block.column(targets), block.met(), v_axis=1)
+        return meet(running, z, block.column(targets), block.met(), v_axis=1, padded=options.padded)
 
-    running = lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, options.outputs))
-    stats, normaliser = finish(running, targets < vocab, vocab, (*options.outputs, *also))
-    if mask is not None:
-        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
-    return stats, normaliser
+    return lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, outputs))
 
 
 _token_stats = logits_vjp(_forward, _backward, "chunked")
+PASSES = Passes(_sums, _backward)

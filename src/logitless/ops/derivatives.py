@@ -115,6 +115,20 @@ class HeadResiduals(NamedTuple):
     wanted: Differentiated
 
 
+class Passes(NamedTuple):
+    """An implementation's two passes over a part of the vocabulary, between which the parts are made one softmax.
+
+    Attributes:
+        sums: `(inputs, options, outputs)` to the online softmax of each token, a `logitless.ops.softmax.Running`; a
+            target that is none of the columns is V. What it gives for masked tokens is not read.
+        gradients: `(residuals, cotangents, active tokens, options)` to the gradients that this part makes. The
+            residuals hold the statistics and the normaliser of the whole vocabulary; their `extra` is not read.
+    """
+
+    sums: Callable[..., Any]
+    gradients: Callable[..., Any]
+
+
 def head_vjp(
     implementation: str, forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> Callable[..., TokenStats]:

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator, common_dtype
-from logitless.ops.blocks import cut_tokens, sort_tokens, take
-from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, head_vjp
+from logitless.ops.blocks import TokenCut, cut_tokens, sort_tokens, take
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp
 from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of, takes_sweep
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
 from logitless.ops.pallas_tpu_kernels import (
@@ -36,7 +37,7 @@ from logitless.ops.pallas_tpu_kernels import (
     forward_kernel,
     sweep_kernel,
 )
-from logitless.ops.softmax import VANISHED, Normaliser, RowTerms, Running, finish, row_terms, softcap_slope
+from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, merge, row_terms, softcap_slope
 from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -85,24 +86,45 @@ def _forward(
     frozen = wanted is not None and wanted.hidden and not wanted.lm_head and not wanted.bias
     frozen = frozen and takes_sweep(inputs.hidden, inputs.lm_head, options)
     cut = _cut("sweep" if frozen else "forward", inputs, options)
-    tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
-    hidden, targets = tokens.gather(inputs.hidden), tokens.gather(inputs.targets, cut.vocab)
-    refs, in_vocab = _refs(inputs, hidden, targets, cut), targets < cut.vocab
+    tokens, targets, refs = _sorted(inputs, cut)
+    in_vocab = targets < cut.vocab
     if frozen:
         running, (mean, own) = _run_sweep(refs, targets, cut, tokens.blocks, outputs)
     else:
         running = _run_forward(refs, targets, cut, tokens.blocks, outputs)
-        mean = own = jnp.zeros((0, hidden.shape[1]), hidden.dtype)
+        mean = own = jnp.zeros((0, refs.hidden.shape[1]), refs.hidden.dtype)
     results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
     return *jax.tree.map(tokens.scatter, results), _Others(mean, own, tokens.slots)
+
+
+def _sorted(inputs: HeadInputs, cut: Cut) -> tuple[TokenCut, Int[Array, " K"], HeadRefs]:
+    """The tokens by their targets, which few blocks of the vocabulary then meet, and what the kernels read."""
+    tokens = sort_tokens(inputs.targets, inputs.mask, cut.block_n, even=cut.cores)
+    targets = tokens.gather(inputs.targets, cut.vocab)
+    return tokens, targets, _refs(inputs, tokens.gather(inputs.hidden), targets, cut)
+
+
+def _sums(inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...]) -> Running:
+    """The online softmax of each token over a part of the vocabulary."""
+    cut = _cut("forward", inputs, options)
+    tokens, targets, refs = _sorted(inputs, cut)
+    running = _run_forward(refs, targets, cut, tokens.blocks, outputs)
+    return jax.tree.map(tokens.scatter, merge_lanes(running, targets < cut.vocab))
 
 
 def _backward(
     residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
 ) -> Gradients:
-    inputs, wanted = residuals.inputs, residuals.wanted
     if residuals.extra.mean.shape[0] and d_stats.entropy is None and d_stats.mean_logits is None:
         return Gradients(_d_hidden_of_sweep(residuals, d_stats, active, options), None, None)
+    return _gradients(residuals, d_stats, active, options)
+
+
+def _gradients(
+    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+) -> Gradients:
+    """By the kernels that make the logits again."""
+    inputs, wanted = residuals.inputs, residuals.wanted
     if not wanted.lm_head and not wanted.bias:
         kernels = ("d_hidden",)
     elif not wanted.hidden:
@@ -133,13 +155,19 @@ def gradients_by(
     blocks = jnp.maximum(tokens.blocks, 1)
     d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, ring=kernel == "backward")
     return Gradients(
-        None if d_hidden is None else tokens.scatter(d_hidden).astype(inputs.hidden.dtype),
+        None if d_hidden is None else tokens.scatter(d_hidden).astype(_leaving(inputs.hidden.dtype, cut)),
         d_lm_head,
-        None if d_bias is None or inputs.bias is None else d_bias[0].astype(inputs.bias.dtype),
+        None if d_bias is None or inputs.bias is None else d_bias[0].astype(_leaving(inputs.bias.dtype, cut)),
     )
 
 
+def _leaving(dtype: np.dtype, cut: Cut) -> np.dtype:
+    """Of a gradient: that of its input, or of the sums."""
+    return cut.dtype if cut.options.wide_gradients else dtype
+
+
 _token_stats = head_vjp("pallas_tpu", _forward, _backward)
+PASSES = Passes(_sums, _gradients)
 
 
 def _d_hidden_of_sweep(
@@ -340,27 +368,18 @@ def _scalar_specs(numbers: Any) -> Any:
 
 def merge_lanes(lanes: Running, in_vocab: Bool[Array, " K"]) -> Running:
     """The online softmax of each token from those of its lanes; a target that is no column was never met."""
-    maximum = jnp.max(lanes.maximum, axis=1)
-    shift = jnp.maximum(lanes.maximum - maximum[:, None], VANISHED)
-    rescale = jnp.exp(shift)
-    total = jnp.sum(lanes.total * rescale, axis=1)
-    weighted = lanes.weighted
-    if weighted is not None:
-        weighted = jnp.sum(rescale * (weighted + lanes.total * shift), axis=1)
-    return Running(
-        maximum=jnp.where(total == 0, -jnp.inf, maximum),
-        total=total,
-        weighted=weighted,
-        plain=None if lanes.plain is None else jnp.sum(lanes.plain, axis=1),
-        target=jnp.where(in_vocab, jnp.sum(lanes.target, axis=1), -jnp.inf),
-    )
+    largest, add = (functools.partial(reduce, axis=1, keepdims=True) for reduce in (jnp.max, jnp.sum))
+    merged = jax.tree.map(lambda x: x[:, 0], merge(lanes, largest, add))
+    # A lane that has not met the target has 0 for it.
+    target = jnp.where(in_vocab, jnp.sum(lanes.target, axis=1), -jnp.inf)
+    return merged._replace(maximum=jnp.where(merged.total == 0, -jnp.inf, merged.maximum), target=target)
 
 
 def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Float[Array, "K D"]:
     """Gradient of the hidden states alone, in their dtype."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, True)
-    out = ([specs.hidden], [jax.ShapeDtypeStruct((places, d), refs.hidden.dtype)])
+    out = ([specs.hidden], [jax.ShapeDtypeStruct((places, d), _leaving(refs.hidden.dtype, cut))])
     common = common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
     scratch = (pltpu.VMEM((cut.block_n, cut.block_v), common), pltpu.VMEM((cut.block_n, d), cut.dtype))
     in_specs = [specs, _term_specs(terms, specs)]
@@ -379,7 +398,8 @@ def _run_backward(
     dma, common = pltpu.SemaphoreType.DMA, common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
     slots = HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), cut.dtype), dma((RING,)), dma((RING,)))
     sums = pltpu.VMEM((d, cut.block_v) if cut.v_axis else (cut.block_v, d), cut.dtype)
-    stage = pltpu.VMEM((2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d), refs.lm_head.dtype)
+    leaving = _leaving(refs.lm_head.dtype, cut)
+    stage = pltpu.VMEM((2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d), leaving)
     head = HeadScratch(sums, stage, dma((2,))) if staged else HeadScratch(sums, None, None)
     scratch = BackwardScratch(
         pltpu.VMEM((cut.block_n, cut.block_v), common),
@@ -393,7 +413,7 @@ def _run_backward(
     )
     shapes = GradientRefs(
         jax.ShapeDtypeStruct((cut.cores, places, d), cut.dtype) if ring else None,
-        jax.ShapeDtypeStruct(refs.lm_head.shape, refs.lm_head.dtype) if wanted.lm_head else None,
+        jax.ShapeDtypeStruct(refs.lm_head.shape, leaving) if wanted.lm_head else None,
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
     in_specs = [specs, _term_specs(terms, specs)]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
 from logitless.ops.pallas_tpu_vmem import CHUNK_ROWS, LANES, SUB_COLUMNS
-from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, softcap_slope, transform_logits
+from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, rescaled, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
 
@@ -137,11 +137,11 @@ def meet_lanes(
         cut: the kernel's static side.
     """
     maximum, total, weighted, plain, target = state
-    xs, plain, target = _meet_columns(z, ahead, columns, plain, target)
+    xs, plain, target = _meet_columns(z, ahead, columns, plain, target, cut)
     # A tree, not a chain: each step of a chain would wait for the one before.
     maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
     shift = jnp.maximum(before - maximum, VANISHED)
-    total, weighted = _rescaled(total, weighted, shift)
+    total, weighted = rescaled(total, weighted, shift)
     _, total, weighted = _add_exponentials([x - maximum for x in xs], total, weighted)
     return Running(maximum, total, weighted, plain, target)
 
@@ -152,6 +152,7 @@ def _meet_columns(
     columns: int,
     plain: Array | None,
     target: Array,
+    cut: Cut,
 ) -> tuple[list[Array], Array | None, Array]:
     """The sub-tile by lanes, -inf where a column takes no part; the plain sum, and the target's logit if it is here."""
     xs = []
@@ -161,19 +162,14 @@ def _meet_columns(
             exists = lax.broadcasted_iota(jnp.int32, x.shape, 1) < columns - k
             x = jnp.where(exists, x, -jnp.inf)
         if plain is not None:
-            plain += x if exists is None else jnp.where(exists, x, 0.0)
+            counts = x > -jnp.inf if cut.options.padded else exists
+            plain += x if counts is None else jnp.where(counts, x, 0.0)
         if ahead is not None:
             own = ahead == k
             target = jnp.where(own, x, target)
             x = jnp.where(own, -jnp.inf, x)
         xs.append(x)
     return xs, plain, target
-
-
-def _rescaled(total: Array, weighted: Array | None, shift: Array) -> tuple[Array, Array | None]:
-    """The sums about a maximum that is higher by `-shift`."""
-    rescale = jnp.exp(shift)
-    return total * rescale, None if weighted is None else rescale * (weighted + total * shift)
 
 
 def _add_exponentials(
@@ -297,7 +293,7 @@ def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut
     maximum, plain, target = state.maximum, state.plain, state.target
     for start in range(0, columns, SUB_COLUMNS):
         here = None if ahead is None else ahead - start
-        xs, plain, target = _meet_columns(head.logits(start, cut), here, columns - start, plain, target)
+        xs, plain, target = _meet_columns(head.logits(start, cut), here, columns - start, plain, target, cut)
         for k, x in enumerate(xs):
             logits[:, start + k * LANES : start + (k + 1) * LANES] = x
         maximum = jnp.maximum(maximum, _tree(jnp.maximum, xs))
@@ -309,7 +305,7 @@ def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut
 def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, cut: Cut) -> None:
     """The block's exponentials: into the sums, and with the slope of each logit into what weighs the head's columns."""
     state, scalars = jax.tree.map(lambda ref: ref[...], running), head.numbers()
-    total, weighted = _rescaled(state.total, state.weighted, shift)
+    total, weighted = rescaled(state.total, state.weighted, shift)
     for start in range(0, cut.block_v, SUB_COLUMNS):
         places = [slice(start + k, start + k + LANES) for k in range(0, SUB_COLUMNS, LANES)]
         zs = [scratch.logits[:, place] for place in places]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
-from logitless.ops.derivatives import logits_vjp
+from logitless.ops.derivatives import Passes, logits_vjp
 from logitless.ops.pallas_tpu import as_columns, each_sum, merge_lanes
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_kernels import LANES
@@ -84,7 +84,23 @@ def _forward(
     options: HeadOptions,
     also: tuple[str, ...] = (),
 ) -> tuple[TokenStats, Normaliser]:
-    count, vocab = logits.shape
+    running = _sums(logits, targets, mask, scalars, options, options.outputs)
+    vocab = logits.shape[1]
+    stats, normaliser = finish(running, targets < vocab, vocab, (*options.outputs, *also))
+    if mask is not None:
+        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
+    return stats, normaliser
+
+
+def _sums(
+    logits: Float[Array, "N V"],
+    targets: Int[Array, " N"],
+    mask: Bool[Array, " N"] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    outputs: tuple[str, ...],
+) -> Running:
+    """The online softmax of each row over its columns."""
     cut = _cut(logits, options)
     lanes = pl.BlockSpec((cut.block_n, LANES), lambda i, j, *live: (i, 0))
     running = _call(
@@ -92,17 +108,13 @@ def _forward(
         None if mask is None else _live_blocks(mask, cut),
         (_refs(logits, targets, scalars, cut.dtype),),
         (_specs(cut, scalars),),
-        each_sum(lanes, options.outputs),
-        each_sum(jax.ShapeDtypeStruct((count, LANES), cut.dtype), options.outputs),
+        each_sum(lanes, outputs),
+        each_sum(jax.ShapeDtypeStruct((logits.shape[0], LANES), cut.dtype), outputs),
         cut,
         name="logitless_logits_forward",
         vmem_bytes=_block_bytes(cut, logits.dtype, big=1, rows=len(Running._fields) + 1),
     )
-    in_vocab = targets < vocab
-    stats, normaliser = finish(merge_lanes(running, in_vocab), in_vocab, vocab, (*options.outputs, *also))
-    if mask is not None:
-        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
-    return stats, normaliser
+    return merge_lanes(running, targets < cut.vocab)
 
 
 def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Float[Array, "N V"]:
@@ -128,6 +140,7 @@ def _backward(residuals: tuple, d_stats: TokenStats, options: HeadOptions) -> Fl
 
 
 _token_stats = logits_vjp(_forward, _backward, "pallas_tpu")
+PASSES = Passes(_sums, _backward)
 
 
 def _refs(logits: Array, targets: Array, scalars: LogitScalars, dtype: np.dtype) -> LogitsRefs:

@@ -79,6 +79,7 @@ class HeadProblem:
         hidden_dtype: of the hidden states.
         head_dtype: of the head.
         statistics: how many numbers a token has beside those of its log-probability: entropy, mean of logits.
+        wide_gradients: whether gradients leave in the dtype of the sums.
     """
 
     tokens: int
@@ -87,12 +88,14 @@ class HeadProblem:
     hidden_dtype: np.dtype
     head_dtype: np.dtype
     statistics: int = 0
+    wide_gradients: bool = False
 
     @classmethod
     def of(cls, hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> "HeadProblem":
         vocab, statistics = lm_head.shape[options.layout.index("V")], {"entropy", "mean_logits"} & {*options.outputs}
         tokens, hidden_size = hidden.shape
-        return cls(tokens, hidden_size, vocab, hidden.dtype, lm_head.dtype, len(statistics))
+        dtypes, wide = (hidden.dtype, lm_head.dtype), options.wide_gradients
+        return cls(tokens, hidden_size, vocab, *dtypes, len(statistics), wide)
 
     @property
     def common(self) -> np.dtype:
@@ -139,11 +142,13 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
         found["terms of the gradient"] = _BUFFERS * (3 + problem.statistics) * per_token
         found["gradient of the logits"] = tile * common
         if kernel == "d_hidden":
-            found["gradient of the hidden states"] = rows * wide + _BUFFERS * rows * narrow
+            gradient = wide if problem.wide_gradients else narrow
+            found["gradient of the hidden states"] = rows * wide + _BUFFERS * rows * gradient
         else:
             # Where a block cannot leave in pieces it leaves whole, through two buffers.
             leaving = STAGED_COLUMNS * problem.padded() if problem.vocab % LANES == 0 else columns
-            found["gradient of the head"] = columns * wide + _BUFFERS * leaving * head + _BUFFERS * per_column
+            gradient = wide if problem.wide_gradients else head
+            found["gradient of the head"] = columns * wide + _BUFFERS * leaving * gradient + _BUFFERS * per_column
         if kernel == "backward":
             found["gradient of the hidden states"] = RING * rows * wide
     found["the compiler's own"] = _compilers_own(kernel, problem, block_n, block_v // SUB_COLUMNS)

@@ -4,6 +4,7 @@ The target's own column never enters the running sums. It joins at the end, so t
 computed as `-softplus(lse of the others - z_target)` and keeps the digits that `z_target - lse` would lose.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -67,7 +68,12 @@ def start(count: int, dtype: jnp.dtype, outputs: tuple[str, ...]) -> Running:
 
 
 def meet(
-    running: Running, z: Float[Array, "..."], column: Int[Array, " n"], met: Bool[Array, " v"] | None, v_axis: int
+    running: Running,
+    z: Float[Array, "..."],
+    column: Int[Array, " n"],
+    met: Bool[Array, " v"] | None,
+    v_axis: int,
+    padded: bool = False,
 ) -> Running:
     """Adds a tile of logits to the online softmax.
 
@@ -77,6 +83,7 @@ def meet(
         column: the target's column within the tile, -1 where it stands in another.
         met: columns that an earlier tile has counted, or None where there are none.
         v_axis: the tile's vocabulary axis: 1 for `[n, v]`, 0 for `[v, n]`.
+        padded: whether columns of -inf are padding, which no sum counts.
 
     Returns:
         The sums with the tile's columns in them.
@@ -98,6 +105,8 @@ def meet(
         weighted = carried + jnp.sum(jnp.where(others == -jnp.inf, 0.0, e * shifted), axis=v_axis)
     if plain is not None:
         counted = z if met is None else jnp.where(jnp.expand_dims(met, 1 - v_axis), 0.0, z)
+        if padded:
+            counted = jnp.where(z == -jnp.inf, 0.0, counted)
         plain = plain + jnp.sum(counted, axis=v_axis)
     # One element a row is cheaper to fetch than a masked sum over the tile.
     target = jnp.take_along_axis(z, jnp.expand_dims(jnp.maximum(column, 0), v_axis), axis=v_axis)
@@ -108,6 +117,33 @@ def meet(
         plain=plain,
         target=jnp.where(column >= 0, jnp.squeeze(target, v_axis), running.target),
     )
+
+
+def merge(parts: Running, largest: Callable[[Array], Array], add: Callable[[Array], Array]) -> Running:
+    """One online softmax from several, each of other columns.
+
+    Args:
+        parts: what each has met.
+        largest: makes one maximum of all: over an axis that stays, or over devices.
+        add: makes one sum of all likewise.
+    """
+    maximum = largest(parts.maximum)
+    # Where every column is -inf the maximum is no number to subtract.
+    shift = jnp.maximum(parts.maximum - jnp.where(maximum == -jnp.inf, 0.0, maximum), VANISHED)
+    total, weighted = rescaled(parts.total, parts.weighted, shift)
+    return Running(
+        maximum=maximum,
+        total=add(total),
+        weighted=None if weighted is None else add(weighted),
+        plain=None if parts.plain is None else add(parts.plain),
+        target=largest(parts.target),
+    )
+
+
+def rescaled(total: Array, weighted: Array | None, shift: Array) -> tuple[Array, Array | None]:
+    """The sums about a maximum that is higher by `-shift`."""
+    rescale = jnp.exp(shift)
+    return total * rescale, None if weighted is None else rescale * (weighted + total * shift)
 
 
 class Normaliser(NamedTuple):

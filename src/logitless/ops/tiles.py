@@ -56,7 +56,7 @@ def sweep_gradients(
         open_block: `(columns, their weight, their bias)` to the function that makes the tiles of that block.
 
     Returns:
-        The gradients, each cast once to the dtype of its own; None where nobody wants one.
+        The gradients, each cast once to the dtype of its own unless `wide_gradients` are asked for; None where nobody wants one.
     """
     hidden, lm_head, bias = head
     front = tokens.gather(hidden)
@@ -86,15 +86,18 @@ def sweep_gradients(
             None if block.bias is None else columns.put(total.bias, block.bias, 0),
         )
 
+    def leaving(x: Array) -> np.dtype:
+        return dtype if options.wide_gradients else x.dtype
+
     places = (front.shape[0], hidden.shape[1])
     total = Gradients(
         jnp.zeros(places if v_axis else places[::-1], dtype) if wanted.hidden else None,
-        jnp.zeros_like(lm_head) if wanted.lm_head else None,
-        jnp.zeros_like(bias) if bias is not None and wanted.bias else None,
+        jnp.zeros(lm_head.shape, leaving(lm_head)) if wanted.lm_head else None,
+        jnp.zeros(bias.shape, leaving(bias)) if bias is not None and wanted.bias else None,
     )
     total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
     if total.hidden is not None:
-        d_hidden = total.hidden.astype(hidden.dtype)
+        d_hidden = total.hidden.astype(leaving(hidden))
         total = total._replace(hidden=tokens.scatter(d_hidden if v_axis else d_hidden.T))
     return total
 

@@ -58,6 +58,9 @@ class HeadOptions:
         platform: that the program is for, as JAX names it: what the rules of blocks go by.
         device_kind: of that platform, as JAX names it.
         interpret: how to simulate a TPU kernel in place of compiling it; None compiles.
+        sharding: a `logitless.ops.head_sharding.HeadSharding`, or None on one device.
+        padded: the bias marks columns by -inf that are no columns of the vocabulary: no mean counts them.
+        wide_gradients: gradients come back in the dtype of the sums, for a caller that adds to them.
     """
 
     layout: Layout = "DV"
@@ -71,6 +74,9 @@ class HeadOptions:
     platform: str = "cpu"
     device_kind: str = "cpu"
     interpret: Any = None
+    sharding: Any = None
+    padded: bool = False
+    wide_gradients: bool = False
 
 
 BLOCK_SIZES = ("block_n", "block_v", "block_d", "block_bytes")
