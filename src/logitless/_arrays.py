@@ -75,8 +75,12 @@ def as_mask(function: str, mask: MaskArray, argument: str = "mask") -> jax.Array
 
 
 def is_concrete(*values: object) -> bool:
-    """True when none of the values is traced, so that numbers may be read and checked."""
-    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
+    """True when no value is traced or on a device of another process, so that numbers may be read and checked."""
+
+    def is_out_of_reach(leaf: object) -> bool:
+        return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+
+    return not any(is_out_of_reach(leaf) for leaf in jax.tree.leaves(values))
 
 
 def common_dtype(*dtypes: np.dtype) -> np.dtype:
@@ -103,14 +107,16 @@ def tracing_for(platform: str, device_kind: str) -> Iterator[None]:
         _TARGET.reset(token)
 
 
-def target_device() -> tuple[str, str]:
+def target_device(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> tuple[str, str]:
     """Platform and kind of the device that a trace is for.
 
-    As `tracing_for` says, else the mesh's abstract device, else those of this process.
+    As `tracing_for` says, else a device of the mesh, or its abstract one, else those of this process.
     """
     if (named := _TARGET.get()) is not None:
         return named
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0].platform, mesh.devices.flat[0].device_kind
+    device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     if device is not None:
         return device.platform, device.device_kind
     return jax.default_backend(), jax.devices()[0].device_kind

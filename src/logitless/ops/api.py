@@ -18,14 +18,17 @@ from logitless._arrays import (
     accumulator,
     shape_error,
 )
+from logitless.ops import chunked, chunked_logits, pallas_tpu, pallas_tpu_logits, reference_passes
 from logitless.ops.checks import check_dtypes, check_head, check_options, check_scalars, check_token_loss, check_tokens
 from logitless.ops.choice import auto_token_loss, auto_token_stats, check_bytes, check_choice
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
+from logitless.ops.head_sharding import HeadSharding, lay_out, lay_out_head, lay_out_logits
 from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
 from logitless.ops.pallas_tpu import interpreted, linear_token_stats_pallas_tpu
 from logitless.ops.pallas_tpu_logits import token_stats_pallas_tpu
 from logitless.ops.reference import linear_token_stats_reference, token_stats_reference
+from logitless.ops.sharded import on_any_mesh, sharded_head, sharded_logits
 from logitless.ops.types import (
     HeadOptions,
     Layout,
@@ -36,19 +39,21 @@ from logitless.ops.types import (
 
 T = TypeVar("T")
 
+_pallas_tpu = on_any_mesh(linear_token_stats_pallas_tpu, sharded_head("pallas_tpu", pallas_tpu.PASSES))
 IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
-    "reference": linear_token_stats_reference,
-    "chunked": linear_token_stats_chunked,
-    "pallas_tpu": linear_token_stats_pallas_tpu,
-    "pallas_tpu_interpret": interpreted(linear_token_stats_pallas_tpu),
+    "reference": on_any_mesh(linear_token_stats_reference, sharded_head("reference", reference_passes.PASSES)),
+    "chunked": on_any_mesh(linear_token_stats_chunked, sharded_head("chunked", chunked.PASSES)),
+    "pallas_tpu": _pallas_tpu,
+    "pallas_tpu_interpret": interpreted(_pallas_tpu),
 }
 """Hidden states to `TokenStats`: one signature, `(hidden, lm_head, bias, targets, mask, scalars, options)`."""
 
+_logits_pallas_tpu = on_any_mesh(token_stats_pallas_tpu, sharded_logits("pallas_tpu", pallas_tpu_logits.PASSES))
 LOGITS_IMPLEMENTATIONS: dict[str, Callable[..., TokenStats]] = {
-    "reference": token_stats_reference,
-    "chunked": token_stats_chunked,
-    "pallas_tpu": token_stats_pallas_tpu,
-    "pallas_tpu_interpret": interpreted(token_stats_pallas_tpu),
+    "reference": on_any_mesh(token_stats_reference, sharded_logits("reference", reference_passes.LOGITS_PASSES)),
+    "chunked": on_any_mesh(token_stats_chunked, sharded_logits("chunked", chunked_logits.PASSES)),
+    "pallas_tpu": _logits_pallas_tpu,
+    "pallas_tpu_interpret": interpreted(_logits_pallas_tpu),
 }
 """Logits to `TokenStats`: one signature, `(logits, targets, mask, scalars, options)`."""
 
@@ -74,7 +79,7 @@ def linear_token_stats(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: object = None,
+    sharding: HeadSharding | None = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> TokenStats:
@@ -106,7 +111,8 @@ def linear_token_stats(
         implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits: it is
             `"pallas_tpu"` on a TPU where the arrays are bfloat16 or float32 and stand on one device, else `"chunked"`.
             `"pallas_tpu_interpret"` runs the TPU kernels in JAX's simulation of a TPU: to check them, and slow.
-        sharding: None; sharded heads are not built yet.
+        sharding: a `logitless.HeadSharding`: how tokens and vocabulary are split over a mesh, None on one device. The
+            statistics come back split as the targets are, each gradient as its input is.
         block_sizes: any of `block_n`, `block_v`, `block_d` to override an implementation's rule, or `block_bytes`, the
             most bytes of float32 logits at one time, for the rule to choose the others by; an implementation reads
             those it has.
@@ -119,9 +125,10 @@ def linear_token_stats(
 
     Raises:
         ValueError: shapes that do not fit, an empty head, a target out of range (concrete arrays), an unknown name,
-            temperature, softcap or logit_scale not above 0.
-        TypeError: float targets, integer hidden states.
-        NotImplementedError: a sharding; a gradient of temperature, softcap or logit_scale (but for "reference");
+            temperature, softcap or logit_scale not above 0; tokens that the axes of a sharding do not divide, arrays
+            that lie otherwise than it says.
+        TypeError: float targets, integer hidden states, a sharding that is no `HeadSharding`.
+        NotImplementedError: a gradient of temperature, softcap or logit_scale (but for "reference");
             "pallas_tpu" where it cannot run, with what would.
 
     Example:
@@ -137,16 +144,18 @@ def linear_token_stats(
     hidden, lm_head, targets = jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(targets)
     bias = None if bias is None else jnp.asarray(bias)
     vocab = check_head(name, hidden, lm_head, targets, bias, layout)
+    arrays = (hidden, lm_head, bias, targets)
+    over, (hidden, lm_head, bias, targets), vocab = lay_out_head(name, sharding, arrays, layout, vocab)
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
-    options = check_options(name, outputs, layout, logits_dtype, block_sizes, precision)
+    options = check_options(name, outputs, layout, logits_dtype, block_sizes, precision, over)
     chosen = auto_token_stats((hidden, lm_head, bias), options) if implementation == "auto" else implementation
-    check_choice(name, chosen, IMPLEMENTATIONS, sharding, (hidden, lm_head, bias, targets), options)
+    check_choice(name, chosen, IMPLEMENTATIONS, (hidden, lm_head, bias, targets), options)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(hidden.dtype, lm_head.dtype), options)
-    flat_mask = None if mask is None else mask.reshape(-1)
-    flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask, scalars)
-    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(IMPLEMENTATIONS[chosen])(*flat, options))
+    ids, rows = _in_vocab(targets, vocab), functools.partial(_rows, name, options)
+    stats = _compiled(IMPLEMENTATIONS[chosen])(rows(hidden, 1), lm_head, bias, rows(ids), rows(mask), scalars, options)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), stats)
 
 
 def linear_logprobs(
@@ -162,7 +171,7 @@ def linear_logprobs(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: object = None,
+    sharding: HeadSharding | None = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> Float[Array, "..."]:
@@ -184,7 +193,7 @@ def linear_logprobs(
         mask: `[...]`; tokens at 0 give 0 and cost nothing.
         logits_dtype: dtype to round the raw logits to.
         implementation: `"auto"` or a key of `IMPLEMENTATIONS`.
-        sharding: None.
+        sharding: of tokens and vocabulary over a mesh.
         block_sizes: overrides of an implementation's rule.
         precision: of the products.
 
@@ -238,7 +247,7 @@ def linear_token_loss(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: object = None,
+    sharding: HeadSharding | None = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> tuple[Float[Array, ""], Float[Array, "..."]]:
@@ -272,8 +281,8 @@ def linear_token_loss(
         logits_dtype: dtype to round the raw logits to.
         implementation: `"auto"` or a key of `TOKEN_LOSS_IMPLEMENTATIONS`. Auto is that of
             `linear_token_stats` on a TPU and where `block_bytes` hold the logits of fewer than 64 tokens, else
-            `"one_pass"`.
-        sharding: None.
+            `"one_pass"`; it is that too where a mesh splits the vocabulary, for which `"one_pass"` needs all columns.
+        sharding: of tokens and vocabulary over a mesh; the loss is the sum over all of it.
         block_sizes: overrides of an implementation's rule.
         precision: of the products.
 
@@ -303,23 +312,24 @@ def linear_token_loss(
     hidden, lm_head, targets = jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(targets)
     bias = None if bias is None else jnp.asarray(bias)
     vocab = check_head(name, hidden, lm_head, targets, bias, layout)
+    arrays = (hidden, lm_head, bias, targets)
+    over, (hidden, lm_head, bias, targets), vocab = lay_out_head(name, sharding, arrays, layout, vocab)
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
-    options = check_options(name, ("logprobs",), layout, logits_dtype, block_sizes, precision)
+    options = check_options(name, ("logprobs",), layout, logits_dtype, block_sizes, precision, over)
     heads = (hidden, lm_head, bias)
     chosen = auto_token_loss(heads, targets.size, vocab, options) if implementation == "auto" else implementation
-    check_choice(name, chosen, TOKEN_LOSS_IMPLEMENTATIONS, sharding, (*heads, targets), options)
+    check_choice(name, chosen, TOKEN_LOSS_IMPLEMENTATIONS, (*heads, targets), options)
     if chosen == "one_pass":
         check_bytes(name, vocab, options)
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     args = check_token_loss(name, token_loss, token_args, targets, dtype)
     if targets.size == 0:
         return jnp.zeros((), dtype), jnp.zeros(targets.shape, dtype)
-    args = tuple(jax.lax.stop_gradient(x.reshape(-1) if x.ndim else x) for x in args)
-    flat_mask = None if mask is None else mask.reshape(-1)
-    flat = (hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, _in_vocab(targets, vocab), flat_mask)
+    ids, rows = _in_vocab(targets, vocab), functools.partial(_rows, name, options)
+    args = tuple(jax.lax.stop_gradient(rows(x) if x.ndim else x) for x in args)
     loss, logprobs = _compiled(TOKEN_LOSS_IMPLEMENTATIONS[chosen], "token_loss")(
-        *flat, args, scalars, options, token_loss
+        rows(hidden, 1), lm_head, bias, rows(ids), rows(mask), args, scalars, options, token_loss
     )
     return loss, jax.lax.stop_gradient(logprobs.reshape(targets.shape))
 
@@ -334,7 +344,7 @@ def token_stats(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: object = None,
+    sharding: HeadSharding | None = None,
     block_sizes: BlockSizes | None = None,
 ) -> TokenStats:
     """Log-probability, log-sum-exp, entropy and mean logit of every token, from logits that exist already.
@@ -355,7 +365,7 @@ def token_stats(
         logit_scale: multiplies the logits first; above 0.
         mask: `[...]`; tokens at 0 give 0, carry no gradient and may hold NaN.
         implementation: `"auto"` or a key of `LOGITS_IMPLEMENTATIONS`.
-        sharding: None; sharded logits are not built yet.
+        sharding: a `logitless.HeadSharding` whose tokens and vocabulary share no axis, None on one device.
         block_sizes: overrides of an implementation's rule: `block_v`, or `block_bytes`, of which a block takes at least
             one column of all tokens.
 
@@ -383,16 +393,17 @@ def token_stats(
     vocab = logits.shape[-1]
     if vocab == 0:
         raise shape_error(name, {"logits": logits}, "an empty vocabulary has no softmax: V must be at least 1")
+    over, logits, targets, vocab = lay_out_logits(name, sharding, logits, targets)
     mask = check_tokens(name, targets, mask, vocab)
     scalars = check_scalars(name, temperature, softcap, logit_scale)
-    options = check_options(name, outputs, "DV", None, block_sizes, None)
+    options = check_options(name, outputs, "DV", None, block_sizes, None, over)
     chosen = auto_token_stats((logits,), options) if implementation == "auto" else implementation
-    check_choice(name, chosen, LOGITS_IMPLEMENTATIONS, sharding, (logits, targets), options)
+    check_choice(name, chosen, LOGITS_IMPLEMENTATIONS, (logits, targets), options)
     if targets.size == 0:
         return _empty(targets.shape, accumulator(logits.dtype), options)
-    flat_mask = None if mask is None else mask.reshape(-1)
-    flat = (logits.reshape(-1, vocab), _in_vocab(targets, vocab), flat_mask, scalars)
-    return jax.tree.map(lambda x: x.reshape(targets.shape), _compiled(LOGITS_IMPLEMENTATIONS[chosen])(*flat, options))
+    ids, rows = _in_vocab(targets, vocab), functools.partial(_rows, name, options)
+    stats = _compiled(LOGITS_IMPLEMENTATIONS[chosen])(rows(logits, 1), rows(ids), rows(mask), scalars, options)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), stats)
 
 
 def token_logprobs(
@@ -404,7 +415,7 @@ def token_logprobs(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: object = None,
+    sharding: HeadSharding | None = None,
     block_sizes: BlockSizes | None = None,
 ) -> Float[Array, "..."]:
     """Per-token log-probabilities of `targets`, from logits that exist already.
@@ -421,7 +432,7 @@ def token_logprobs(
         logit_scale: multiplies the logits first.
         mask: `[...]`; tokens at 0 give 0.
         implementation: `"auto"` or a key of `LOGITS_IMPLEMENTATIONS`.
-        sharding: None.
+        sharding: of tokens and vocabulary over a mesh.
         block_sizes: overrides of an implementation's rule.
 
     Returns:
@@ -461,12 +472,19 @@ def _compiled(run: Callable[..., T], *static: str) -> Callable[..., T]:
 
 
 def _in_vocab(targets: jax.Array, vocab: int) -> jax.Array:
-    """Flat int32 targets; V, which no column has, for every target outside the vocabulary."""
-    flat = targets.reshape(-1)
+    """Targets in int32; V, which no column has, for every target outside the vocabulary."""
     # V itself need not fit into a narrow dtype of ids.
-    if flat.dtype.itemsize < 4:
-        flat = flat.astype(jnp.int32)
-    return jnp.where((flat >= 0) & (flat < vocab), flat, vocab).astype(jnp.int32)
+    ids = targets.astype(jnp.int32) if targets.dtype.itemsize < 4 else targets
+    return jnp.where((ids >= 0) & (ids < vocab), ids, vocab).astype(jnp.int32)
+
+
+def _rows(name: str, options: HeadOptions, x: jax.Array | None, more: int = 0) -> jax.Array | None:
+    """With one axis of tokens, and `more` behind; over a mesh with those that it has, laid out as the sharding says."""
+    if x is None:
+        return None
+    if options.sharding is None:
+        return x.reshape(-1, *x.shape[x.ndim - more :])
+    return x if more else lay_out(name, "an array of tokens", x, options.sharding.of_rows(), options.sharding)
 
 
 def _empty(shape: tuple[int, ...], dtype: Any, options: HeadOptions) -> TokenStats:

@@ -19,6 +19,7 @@ from logitless._arrays import (
     shape_error,
     target_device,
 )
+from logitless.ops.head_sharding import HeadSharding
 from logitless.ops.types import (
     BLOCK_SIZES,
     LOGIT_BYTES,
@@ -122,6 +123,7 @@ def check_options(
     logits_dtype: str | None,
     block_sizes: BlockSizes | None,
     precision: PrecisionLike,
+    sharding: HeadSharding | None = None,
 ) -> HeadOptions:
     """The static choices as one hashable value; raises ValueError naming what is unknown or out of range."""
     if isinstance(outputs, str) or not (outputs := tuple(outputs)):
@@ -148,8 +150,9 @@ def check_options(
         logits_dtype = dtype.name
     ordered: tuple[OutputName, ...] = tuple(output for output in OUTPUT_NAMES if output in outputs)
     blocks = {key: int(size) for key, size in sizes.items()}
-    platform, device_kind = target_device()
-    return HeadOptions(layout, ordered, logits_dtype, precision, **blocks, platform=platform, device_kind=device_kind)
+    platform, device_kind = target_device(None if sharding is None else sharding.mesh)
+    device: Any = {"platform": platform, "device_kind": device_kind, "sharding": sharding}
+    return HeadOptions(layout, ordered, logits_dtype, precision, **blocks, **device)
 
 
 def _dtype(name: str) -> np.dtype | None:

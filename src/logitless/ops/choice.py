@@ -4,9 +4,11 @@ from collections.abc import Collection, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, get_abstract_mesh
 
-from logitless._arrays import check_name, is_concrete
+from logitless._arrays import check_name
+from logitless.ops.head_sharding import HeadSharding
 from logitless.ops.one_pass import FEWEST_TOKENS, tokens_within
 from logitless.ops.pallas_tpu_blocks import has_room
 from logitless.ops.types import HeadOptions
@@ -26,6 +28,8 @@ def auto_token_stats(arrays: Sequence[jax.Array | None], options: HeadOptions) -
 def auto_token_loss(arrays: Sequence[jax.Array | None], count: int, vocab: int, options: HeadOptions) -> str:
     # By the compiler's estimates for TPUs one pass is no faster there, and it takes more memory.
     if options.platform == "tpu":
+        return auto_token_stats(arrays, options)
+    if options.sharding is not None and _why_no_one_pass(options.sharding):
         return auto_token_stats(arrays, options)
     if options.block_bytes is None:
         return "one_pass"
@@ -49,21 +53,29 @@ def check_choice(
     name: str,
     chosen: str,
     known: Collection[str],
-    sharding: object,
     arrays: Sequence[jax.Array | None],
     options: HeadOptions,
 ) -> None:
     """Raises ValueError for an unknown implementation, NotImplementedError for one that cannot run, and says why."""
-    if sharding is not None:
-        raise NotImplementedError(f"{name}: sharding={sharding!r} is not built yet; leave it None")
     if chosen == "one_pass" and chosen not in known:
         raise NotImplementedError(
             f"{name}: implementation 'one_pass' makes the gradient of a loss in the forward pass and has no "
             "statistics to differentiate; use linear_token_loss, or another implementation"
         )
     check_name(name, "implementation", chosen, ("auto", *known))
+    if chosen == "one_pass" and options.sharding is not None and (why := _why_no_one_pass(options.sharding)):
+        raise NotImplementedError(
+            f"{name}: implementation 'one_pass' cannot run: {why}; use implementation='chunked', or 'auto'"
+        )
     if chosen in (PALLAS, INTERPRETED) and (why := _why_no_kernel(chosen, arrays, options)):
         raise NotImplementedError(f"{name}: implementation {chosen!r} cannot run: {why}")
+
+
+def _why_no_one_pass(sharding: HeadSharding) -> str | None:
+    """Why a loss and its gradient cannot be made in one go: each device needs all of a token's logits for that."""
+    if sharding.size(sharding.vocab_axes) > 1:
+        return f"the vocabulary is split over {', '.join(sharding.vocab_axes)}"
+    return None if sharding.vocab_size is None else "HeadSharding gives a vocab_size"
 
 
 def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: HeadOptions) -> str | None:
@@ -80,7 +92,7 @@ def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: Hea
         return f"an array is {other[0]}; it takes {', '.join(known)}: cast, or use implementation='chunked'"
     if options.logits_dtype not in (None, *known):
         return f"logits_dtype={options.logits_dtype!r}; it rounds to {', '.join(known)}: use implementation='chunked'"
-    if _are_sharded(arrays):
+    if options.sharding is None and _are_sharded(arrays):
         return (
             "a kernel runs on one device, and an argument is sharded over several; give sharding=, call it inside "
             "jax.shard_map, or use implementation='chunked', which XLA partitions"
@@ -94,5 +106,5 @@ def _are_sharded(arrays: Sequence[jax.Array | None]) -> bool:
     if not mesh.empty and mesh.size > 1 and any(kind != AxisType.Manual for kind in mesh.axis_types):
         return True
     return any(
-        isinstance(x, jax.Array) and is_concrete(x) and len(x.sharding.device_set) > 1 for x in arrays if x is not None
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and len(x.sharding.device_set) > 1 for x in arrays
     )

@@ -2,15 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from logitless._arrays import check_name, is_concrete
+from logitless._arrays import check_name
 
 Axes = tuple[str, ...]
 STRATEGIES = ("gather_head", "gather_tokens")
@@ -67,8 +69,9 @@ class HeadSharding:
         for argument, axes in (("tokens", self.token_axes), ("vocab", self.vocab_axes)):
             for axis in axes:
                 if axis not in self.mesh.shape:
-                    known = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items()) or "no axis"
-                    raise ValueError(f"HeadSharding: {argument} names the axis {axis!r}; the mesh has {known}")
+                    raise ValueError(
+                        f"HeadSharding: {argument} names the axis {axis!r}; the mesh has {_axes(self.mesh)}"
+                    )
                 if axes.count(axis) > 1:
                     raise ValueError(f"HeadSharding: {argument} names the axis {axis!r} twice: {axes}")
         if self.vocab_size is not None and self.vocab_size < 1:
@@ -194,12 +197,6 @@ def head_strategy(
     return HeadStrategy(best if sharding.head == "auto" else sharding.head, taken)
 
 
-def inside(sharding: HeadSharding) -> bool:
-    """Whether the caller is inside a `shard_map` over every axis of the sharding: arrays are then those of a device."""
-    manual = manual_axes()
-    return all(axis in manual for axis in (*sharding.token_axes, *sharding.vocab_axes)) and bool(manual)
-
-
 def manual_axes() -> Axes:
     """Axes of the mesh in scope over which a `shard_map` runs."""
     mesh = get_abstract_mesh()
@@ -209,32 +206,177 @@ def manual_axes() -> Axes:
     return tuple(name for name, kind in kinds if kind == AxisType.Manual)
 
 
-def check_layout(name: str, what: str, x: jax.Array | None, spec: PartitionSpec, sharding: HeadSharding) -> None:
-    """Raises ValueError for an array that is known to be laid out otherwise than `sharding=` says.
+def on_devices(run: Callable[..., Any], sharding: HeadSharding, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`shard_map` over every axis of the mesh; over those that are left where the caller is inside one already."""
+    manual, mesh = manual_axes(), get_abstract_mesh()
+    if not manual:
+        # What `jax.set_mesh` has set stands first: its axes may be explicit where those of the caller's mesh are not.
+        mesh = sharding.mesh if mesh.empty else mesh
+        return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    left = {name for name in mesh.axis_names if name not in manual}
+    if not left.intersection((*sharding.token_axes, *sharding.vocab_axes)):
+        return run
 
-    One that is whole on every device, or on one alone, is cut as it should be. Inside a program that XLA partitions
-    nothing is known, and XLA moves what it must.
+    def cut(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(tuple(x for x in axes_of(entry) if x in left) or None for entry in spec))
+
+    in_specs, out_specs = (
+        jax.tree.map(cut, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)) for specs in (in_specs, out_specs)
+    )
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)
+
+
+def lay_out_head(
+    name: str,
+    sharding: object,
+    arrays: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array],
+    layout: str,
+    vocab: int,
+) -> tuple[HeadSharding | None, tuple[jax.Array, jax.Array, jax.Array | None, jax.Array], int]:
+    """Hidden states, head, bias and targets as `sharding=` says, and the true V; raises for what cannot be.
+
+    A head whose V the axes do not divide, which only one that is whole on every device can be, is padded.
     """
-    found = None if x is None else _known_spec(x)
-    if x is None or found is None:
-        return
-    wanted, given = (_trimmed(some, x.ndim, sharding) for some in (spec, found))
-    if any(given) and given != wanted:
+    if sharding is None:
+        return None, arrays, vocab
+    sharding = _checked(name, sharding, arrays[3].shape)
+    hidden, lm_head, bias, targets = arrays
+    sharding, more, vocab = _true_vocab(name, sharding, vocab)
+    if more:
+        lm_head = jnp.pad(lm_head, [(0, more if axis == "V" else 0) for axis in layout])
+        bias = None if bias is None else jnp.pad(bias, (0, more))
+    specs = (sharding.of_rows(ndim=targets.ndim), sharding.head_spec(layout), sharding.bias_spec, sharding.of_rows())
+    named = zip(("hidden", "lm_head", "bias", "targets"), (hidden, lm_head, bias, targets), specs, strict=True)
+    hidden, lm_head, bias, targets = (lay_out(name, what, x, spec, sharding) for what, x, spec in named)
+    assert hidden is not None and lm_head is not None and targets is not None
+    return sharding, (hidden, lm_head, bias, targets), vocab
+
+
+def lay_out_logits(
+    name: str, sharding: object, logits: jax.Array, targets: jax.Array
+) -> tuple[HeadSharding | None, jax.Array, jax.Array, int]:
+    """Logits and targets as `sharding=` says, and the true V; raises for what cannot be."""
+    vocab = logits.shape[-1]
+    if sharding is None:
+        return None, logits, targets, vocab
+    sharding = _checked(name, sharding, targets.shape)
+    if sharding.shared:
         raise ValueError(
-            f"{name}: {what} {tuple(x.shape)} is laid out as {_named(given)}, and sharding= says {_named(wanted)}; move "
-            f"it with jax.device_put or jax.sharding.reshard to {_named(wanted)}, or say in HeadSharding how it lies"
-            + (": the hidden size D cannot be split" if what != "targets" and not any(wanted[-1:]) else "")
+            f"{name}: HeadSharding splits tokens and vocabulary both over {', '.join(sharding.shared)}; one array of "
+            "logits can lie over an axis once: take it out of tokens or of vocab"
         )
+    sharding, more, vocab = _true_vocab(name, sharding, vocab)
+    if more:
+        logits = jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, more)])
+    logits_spec = sharding.of_rows(sharding.vocab_axes, targets.ndim)
+    logits = lay_out(name, "logits", logits, logits_spec, sharding)
+    targets = lay_out(name, "targets", targets, sharding.of_rows(), sharding)
+    return sharding, logits, targets, vocab
 
 
-def _known_spec(x: jax.Array) -> PartitionSpec | None:
-    """How an array lies, where that can be known: of a concrete one, and of a traced one over explicit axes."""
-    if is_concrete(x):
-        return x.sharding.spec if isinstance(x.sharding, NamedSharding) else None
+def _checked(name: str, sharding: object, shape: tuple[int, ...]) -> HeadSharding:
+    """Raises for a sharding that is none, that is of another mesh, or whose axes do not divide the tokens."""
+    if not isinstance(sharding, HeadSharding):
+        raise TypeError(f"{name}: sharding is {sharding!r}; give a logitless.HeadSharding")
     mesh = get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
+    if not mesh.empty and dict(mesh.shape) != dict(sharding.mesh.shape):
+        raise ValueError(
+            f"{name}: the mesh in scope has {_axes(mesh)}, that of sharding= {_axes(sharding.mesh)}; give one mesh"
+        )
+    if len(sharding.token_spec) > len(shape):
+        raise ValueError(
+            f"{name}: HeadSharding splits {len(sharding.token_spec)} axes of tokens, and targets has the shape {shape}"
+        )
+    for i, entry in enumerate(sharding.token_spec):
+        axes = _left(axes_of(entry))
+        size = sharding.size(axes)
+        if shape[i] % size:
+            raise ValueError(
+                f"{name}: axis {i} of targets has {shape[i]} tokens, and {' x '.join(axes)} has {size} devices; pad it "
+                f"to {-(-shape[i] // size) * size} and mask what was added"
+            )
+    return sharding
+
+
+def _true_vocab(name: str, sharding: HeadSharding, given: int) -> tuple[HeadSharding, int, int]:
+    """The sharding with its vocab_size, columns to pad with, and the true V, from the columns that the caller holds."""
+    left = _left(sharding.vocab_axes)
+    more = -given % sharding.size(left)
+    if more and len(left) < len(sharding.vocab_axes):
+        raise ValueError(
+            f"{name}: V = {given} on each device of an outer shard_map, and {' x '.join(left)} has "
+            f"{sharding.size(left)} devices; pad the head and say the true V as vocab_size"
+        )
+    everything = given * sharding.size(sharding.vocab_axes) // sharding.size(left)
+    vocab = sharding.vocab_size or everything
+    if vocab > everything:
+        raise ValueError(f"{name}: HeadSharding has vocab_size={vocab}, and the head has V = {everything} columns")
+    return (replace(sharding, vocab_size=vocab) if more else sharding), more, vocab
+
+
+def _left(axes: Axes) -> Axes:
+    """Those over which no `shard_map` of the caller runs already."""
+    manual = manual_axes()
+    return tuple(axis for axis in axes if axis not in manual)
+
+
+def _axes(mesh: Mesh | AbstractMesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axis"
+
+
+def lay_out(name: str, what: str, x: jax.Array | None, spec: PartitionSpec, sharding: HeadSharding) -> jax.Array | None:
+    """An array as `sharding=` says; raises ValueError for one that is known to lie otherwise.
+
+    One that is whole on every device is cut as it should be. Inside a program that XLA partitions nothing is known, and
+    XLA moves what it must.
+    """
+    if x is None:
         return None
-    return jax.typeof(x).sharding.spec
+    explicit = _explicit_axes()
+    if isinstance(x, Tracer):
+        given = jax.typeof(x).sharding.spec if explicit else PartitionSpec()
+        wanted = _only(spec, explicit)
+        if any(given) and _trimmed(given, x.ndim, sharding) != _trimmed(wanted, x.ndim, sharding):
+            raise _laid_out_otherwise(name, what, x, given, spec, sharding)
+        return jax.sharding.reshard(x, wanted) if explicit else x
+    if isinstance(sharding.mesh, Mesh) and not x.sharding.is_fully_replicated:
+        given = x.sharding.spec if isinstance(x.sharding, NamedSharding) else x.sharding
+        if not x.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), x.ndim):
+            raise _laid_out_otherwise(name, what, x, given, spec, sharding)
+    if isinstance(sharding.mesh, Mesh) and x.committed and x.sharding.device_set != set(sharding.mesh.devices.flat):
+        raise ValueError(
+            f"{name}: {what} {tuple(x.shape)} is on {len(x.sharding.device_set)} of {sharding.mesh.size} devices"
+            f"; move it with jax.device_put to {_named(_trimmed(spec, x.ndim, sharding))}"
+        )
+    return jax.sharding.reshard(x, _only(spec, explicit)) if explicit else x
+
+
+def _laid_out_otherwise(
+    name: str, what: str, x: jax.Array, given: object, spec: PartitionSpec, sharding: HeadSharding
+) -> ValueError:
+    wanted = _trimmed(spec, x.ndim, sharding)
+    is_spec = isinstance(given, PartitionSpec)
+    entries = _trimmed(given, x.ndim, sharding) if is_spec else ()
+    # The one axis of these that no sharding splits.
+    d_axes = [i for i in range(x.ndim) if not wanted[i]] if what in ("hidden", "lm_head") else []
+    split = any(i < len(entries) and entries[i] for i in d_axes if what == "lm_head" or i == x.ndim - 1)
+    return ValueError(
+        f"{name}: {what} {tuple(x.shape)} is laid out as {_named(entries) if is_spec else given}, and sharding= says "
+        f"{_named(wanted)}; move it with jax.device_put or jax.sharding.reshard to {_named(wanted)}, or say in "
+        f"HeadSharding how it lies{': the hidden size D cannot be split' if split else ''}"
+    )
+
+
+def _explicit_axes() -> Axes:
+    mesh = get_abstract_mesh()
+    if mesh.empty:
+        return ()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def _only(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+    return PartitionSpec(*(tuple(x for x in axes_of(entry) if x in axes) or None for entry in spec))
 
 
 def _trimmed(spec: PartitionSpec, ndim: int, sharding: HeadSharding) -> tuple[Axes, ...]:
@@ -247,19 +389,3 @@ def _trimmed(spec: PartitionSpec, ndim: int, sharding: HeadSharding) -> tuple[Ax
 def _named(entries: tuple[Axes, ...]) -> str:
     parts = ["None" if not x else repr(x[0]) if len(x) == 1 else str(x) for x in entries]
     return f"P({', '.join(parts)})"
-
-
-def check_division(name: str, shape: tuple[int, ...], sharding: HeadSharding) -> None:
-    """Raises ValueError for tokens that the axes do not divide: nothing is padded in silence."""
-    if len(sharding.token_spec) > len(shape):
-        raise ValueError(
-            f"{name}: HeadSharding splits {len(sharding.token_spec)} axes of tokens, and targets has the shape {shape}"
-        )
-    for i, entry in enumerate(sharding.token_spec):
-        axes = axes_of(entry)
-        size = sharding.size(axes)
-        if shape[i] % size:
-            raise ValueError(
-                f"{name}: axis {i} of targets has {shape[i]} tokens, and {' x '.join(axes)} has {size} devices; pad it "
-                f"to {-(-shape[i] // size) * size} and mask what was added"
-            )

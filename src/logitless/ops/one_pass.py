@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
-from logitless.ops.chunked import linear_token_stats_chunked
+from logitless.ops.chunked import PASSES, linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
+from logitless.ops.head_sharding import HeadSharding, manual_axes, on_devices
+from logitless.ops.sharded import on_any_mesh, sharded_head
 from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet, row_terms, start
 from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
 from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
@@ -62,15 +65,17 @@ def linear_token_loss_one_pass(
 
 def sum_of_token_losses(
     token_loss: TokenLoss,
-    logprobs: Float[Array, " N"],
+    logprobs: Float[Array, "..."],
     token_args: tuple[Shaped[Array, "..."], ...],
-    counts: Bool[Array, " N"] | None,
+    counts: Bool[Array, "..."] | None,
 ) -> Float[Array, ""]:
     """Sum over the tokens that count; what `token_loss` gives elsewhere reaches neither it nor a gradient."""
     if counts is not None:
         logprobs = jnp.where(counts, logprobs, 0.0)
-    in_axes = (0, *(0 if x.ndim else None for x in token_args))
-    losses = jax.vmap(token_loss, in_axes)(logprobs, *token_args)
+    in_axes, of_all = (0, *(0 if x.ndim else None for x in token_args)), token_loss
+    for _ in range(logprobs.ndim):
+        of_all = jax.vmap(of_all, in_axes)
+    losses = of_all(logprobs, *token_args)
     return jnp.sum(losses if counts is None else jnp.where(counts, losses, 0.0), dtype=logprobs.dtype)
 
 
@@ -91,8 +96,11 @@ def linear_token_loss_two_pass(
     return sum_of_token_losses(token_loss, stats.logprobs, token_args, mask), lax.stop_gradient(stats.logprobs)
 
 
+_chunked = on_any_mesh(linear_token_stats_chunked, sharded_head("one_pass", PASSES))
+
+
 def _primal(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss):
-    stats = linear_token_stats_chunked(hidden, lm_head, bias, targets, mask, scalars, options)
+    stats = _chunked(hidden, lm_head, bias, targets, mask, scalars, options)
     return sum_of_token_losses(token_loss, stats.logprobs, token_args, mask), stats.logprobs
 
 
@@ -104,7 +112,7 @@ def _token_loss_fwd(hidden, lm_head, bias, targets, mask, token_args, scalars, o
     wanted = Differentiated.by(hidden, lm_head, bias)
     primals = (hidden, lm_head, bias, targets, mask, token_args, scalars)
     primals = values_of("linear_token_loss", primals, scalars, "one_pass")
-    sweep = _sweep(primals, wanted, (options, token_loss))
+    sweep = (_sweep if options.sharding is None else _sharded_sweep)(primals, wanted, (options, token_loss))
     # In float32 until the cotangent is known: each gradient is rounded once.
     like = tuple(None if x is None else jnp.zeros((0,), x.dtype) for x in primals[:3])
     # One tree, whatever is differentiated: see `Differentiated`.
@@ -119,7 +127,12 @@ def _token_loss_bwd(options, token_loss, residuals, cotangents):
         return (None,) * 7
     flags = (wanted.hidden, wanted.lm_head, wanted.bias)
     each = zip(gradients, like, flags, strict=True)
-    scaled = [(x * d_loss).astype(y.dtype) if flag else None for x, y, flag in each]
+    scaled = [x * d_loss if flag else None for x, _, flag in each]
+    if options.sharding is not None:
+        # Where the caller is inside shard_map each device has a loss, and a cotangent, of its own.
+        axes = tuple(axis for axis in options.sharding.tokens_only if axis in manual_axes())
+        scaled[1:] = [x if x is None or not axes else lax.psum(x, axes) for x in scaled[1:]]
+    scaled = [None if x is None else x.astype(y.dtype) for x, y in zip(scaled, like, strict=True)]
     return *scaled, None, None, None, None
 
 
@@ -188,6 +201,34 @@ def _sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, To
     if (d_hidden := gradients.hidden) is not None:
         gradients = gradients._replace(hidden=tokens.scatter(d_hidden if head.v_axis else d_hidden.T))
     return _Sweep(loss, tokens.scatter(logprobs), gradients)
+
+
+def _sharded_sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, TokenLoss]) -> _Sweep:
+    """The sweep of each device's tokens, and the sums over devices: those over which no caller's `shard_map` runs."""
+    options, token_loss = static
+    sharding: HeadSharding = options.sharding
+    rows, head_specs = sharding.of_rows(), (sharding.head_spec(options.layout), sharding.bias_spec)
+    axes = tuple(axis for axis in sharding.token_axes if axis not in manual_axes())
+
+    def over_devices(x: Array | None) -> Array | None:
+        return x if x is None or not axes else lax.psum(x, axes)
+
+    def run(hidden, lm_head, bias, targets, mask, token_args, scalars):
+        flat_mask, flat_args = jax.tree.map(lambda x: x.reshape(-1) if x.ndim else x, (mask, token_args))
+        flat = hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, targets.reshape(-1), flat_mask, flat_args, scalars
+        sweep = _sweep(flat, wanted, (replace(options, sharding=None), token_loss))
+        d_hidden = sweep.gradients.hidden
+        gradients = Gradients(
+            None if d_hidden is None else d_hidden.reshape(hidden.shape),
+            over_devices(sweep.gradients.lm_head),
+            over_devices(sweep.gradients.bias),
+        )
+        return _Sweep(over_devices(sweep.loss), sweep.logprobs.reshape(targets.shape), gradients)
+
+    of_hidden, args = sharding.of_rows(ndim=primals[3].ndim), primals[5]
+    in_specs = (of_hidden, *head_specs, rows, rows, tuple(rows if x.ndim else P() for x in args), P())
+    out_specs = _Sweep(P(), rows, Gradients(of_hidden, *head_specs))
+    return on_devices(run, sharding, in_specs, out_specs)(*primals)
 
 
 def _keep_logits(

@@ -1,4 +1,4 @@
-"""The oracle over a part of the vocabulary: plain jnp that holds the part's logits, differentiated by JAX up to them."""
+"""The oracle over a part of the vocabulary: plain jnp that holds its logits, differentiated by JAX up to them."""
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +109,7 @@ def _gradients(
     d_z = _d_z(jax.lax.stop_gradient(z), inputs.targets, active, residuals.stats, residuals.normaliser, d_stats)
     found = zip(pull(d_z), (wanted.hidden, wanted.lm_head, wanted.bias), inputs[:3], strict=True)
     leaving = [
-        (d if options.wide_gradients else d.astype(x.dtype)) if flag and x is not None else None
-        for d, flag, x in found
+        (d if options.wide_gradients else d.astype(x.dtype)) if flag and x is not None else None for d, flag, x in found
     ]
     return Gradients(*leaving)
 

@@ -1,35 +1,37 @@
 """Tokens and head over a mesh: `shard_map` around the two passes of any implementation.
 
-Each device makes the online softmax of some tokens over some columns; a few numbers per token then make one softmax of
-the parts. Where tokens and vocabulary share axes, either blocks of the head come to the tokens, or chunks of the tokens
-to the head, gathered one ahead of the one at work: all of neither is ever on one device.
+What one device does in it stands in `sharded_device.py`, how the arrays lie in `head_sharding.py`.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from logitless._arrays import accumulator
-from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp
-from logitless.ops.head_sharding import Axes, HeadSharding, axes_of, head_strategy, manual_axes
-from logitless.ops.softmax import Normaliser, Running, finish, merge, start
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp, logits_vjp
+from logitless.ops.head_sharding import HeadSharding, head_strategy, manual_axes, on_devices
+from logitless.ops.sharded_device import Device, gradients_of, index, merged, stats_of
+from logitless.ops.softmax import Normaliser, finish
 from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
-GATHERED_BYTES = 64 * 2**20
-"""Of the head's columns, or the tokens, that are on a device at one time, beside those that it owns; as many again are
-on their way, and twice or four times as many are their gradient in float32."""
-COLUMNS_MULTIPLE = 128
+T = TypeVar("T")
+
+
+def on_any_mesh(run: Callable[..., T], sharded: Callable[..., T]) -> Callable[..., T]:
+    """`sharded` where the options have a sharding, else `run`, whose signature it has."""
+
+    @functools.wraps(run)
+    def either(*args: Any) -> T:
+        return (run if args[-1].sharding is None else sharded)(*args)
+
+    return either
 
 
 def sharded_head(implementation: str, passes: Passes) -> Callable[..., TokenStats]:
@@ -40,61 +42,6 @@ def sharded_head(implementation: str, passes: Passes) -> Callable[..., TokenStat
     return head_vjp(
         implementation, functools.partial(_forward, passes=passes), functools.partial(_backward, passes=passes)
     )
-
-
-@dataclass(frozen=True)
-class _Device:
-    """What one device knows of the split, inside `shard_map`.
-
-    Attributes:
-        sharding: of tokens and vocabulary.
-        options: of the head.
-        passes: of the implementation.
-        width: columns of the device's part of the vocabulary.
-        vocab: true V.
-        gather: `gather_head`, `gather_tokens`, or empty.
-        wanted: whose gradients are; None in a pass of which none are asked.
-    """
-
-    sharding: HeadSharding
-    options: HeadOptions
-    passes: Passes
-    width: int
-    vocab: int
-    gather: str
-    wanted: Differentiated | None
-
-    @property
-    def v_axis(self) -> int:
-        return self.options.layout.index("V")
-
-    @property
-    def sharers(self) -> int:
-        return self.sharding.size(self.sharding.shared)
-
-    @property
-    def padded(self) -> bool:
-        """Whether the last parts hold columns that are none of the vocabulary."""
-        return self.vocab < self.width * self.sharding.size(self.sharding.vocab_axes)
-
-    def parts(self, gathered: bool) -> Int[Array, " P"]:
-        """Parts of the vocabulary: the device's own, or of all with whom it shares axes, as a gather orders them."""
-        if not gathered:
-            return _index(self.sharding.vocab_axes)[None]
-        sizes, stride, strides = self.sharding.mesh.shape, 1, {}
-        for axis in reversed(self.sharding.vocab_axes):
-            strides[axis], stride = stride, stride * sizes[axis]
-        places = jnp.zeros((1,), jnp.int32)
-        for axis in self.sharding.shared:
-            steps = jnp.arange(sizes[axis], dtype=jnp.int32) * strides[axis]
-            places = (places[:, None] + steps[None, :]).reshape(-1)
-        for axis in self.sharding.vocab_only:
-            places += lax.axis_index(axis) * strides[axis]
-        return places
-
-
-def _index(axes: Axes) -> Int[Array, ""]:
-    return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
 
 def _forward(
@@ -108,7 +55,7 @@ def _forward(
     device = _device(inputs, options, passes, wanted)
 
     def run(inputs: HeadInputs) -> tuple[TokenStats, Normaliser]:
-        found = _stats(device, _flat(inputs), outputs)
+        found = stats_of(device, _flat(inputs), outputs)
         return jax.tree.map(lambda x: x.reshape(inputs.targets.shape), found)
 
     with jax.named_scope(f"logitless_{device.gather or 'sharded'}_forward"):
@@ -124,7 +71,7 @@ def _backward(
 
     def run(inputs: HeadInputs, *rows: Any) -> Gradients:
         stats, normaliser, d_stats, active = jax.tree.map(lambda x: x.reshape(-1), rows)
-        found = _gradients(device, HeadResiduals(_flat(inputs), stats, normaliser, None, wanted), d_stats, active)
+        found = gradients_of(device, HeadResiduals(_flat(inputs), stats, normaliser, None, wanted), d_stats, active)
         return found._replace(hidden=None if found.hidden is None else found.hidden.reshape(inputs.hidden.shape))
 
     specs, rows = _specs(inputs, options), sharding.of_rows()
@@ -138,7 +85,7 @@ def _backward(
         return split(inputs, residuals.stats, residuals.normaliser, d_stats, active)
 
 
-def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Differentiated | None) -> _Device:
+def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Differentiated | None) -> Device:
     """Sizes of one device, from those of all; where the caller is inside `shard_map` they are of one already."""
     sharding: HeadSharding = options.sharding
     width, tokens = inputs.lm_head.shape[options.layout.index("V")], inputs.targets.size
@@ -155,7 +102,7 @@ def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Di
         head_dtype=inputs.lm_head.dtype,
         trained=None if wanted is None else (wanted.hidden, wanted.lm_head),
     )
-    return _Device(sharding, options, passes, width, sharding.vocab_size or width * parts, strategy.name, wanted)
+    return Device(sharding, options, passes, width, sharding.vocab_size or width * parts, strategy.name, wanted)
 
 
 def _specs(inputs: HeadInputs, options: HeadOptions) -> HeadInputs:
@@ -178,337 +125,84 @@ def _flat(inputs: HeadInputs) -> HeadInputs:
     return inputs._replace(hidden=hidden, targets=inputs.targets.reshape(-1), mask=mask)
 
 
-def on_devices(run: Callable[..., Any], sharding: HeadSharding, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`shard_map` over every axis of the mesh; over those that are left where the caller is inside one already."""
-    manual = manual_axes()
-    if not manual:
-        return jax.shard_map(run, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    mesh = get_abstract_mesh()
-    left = {name for name in mesh.axis_names if name not in manual}
-    if not left.intersection((*sharding.token_axes, *sharding.vocab_axes)):
-        return run
-    is_spec = functools.partial(isinstance, __class_or_tuple=P)
-
-    def cut(spec: P) -> P:
-        entries = [tuple(x for x in axes_of(entry) if x in left) or None for entry in spec]
-        return P(*entries)
-
-    in_specs, out_specs = (jax.tree.map(cut, specs, is_leaf=is_spec) for specs in (in_specs, out_specs))
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)
-
-
-class _Block(NamedTuple):
-    """Columns of the head that a device has at one time, gathered or its own: `size` of each part from `start` on.
-
-    Attributes:
-        lm_head: their weight.
-        bias: theirs, if the head has any.
-        start: first of them within a part.
-        size: of each part.
-        stale: how many of the first ones an earlier block has held.
-        overlaps: whether any block has stale ones.
-    """
-
-    lm_head: Array
-    bias: Array | None
-    start: Int[Array, ""]
-    size: int
-    stale: Int[Array, ""]
-    overlaps: bool
-
-
-class _Cut(NamedTuple):
-    """The parts of the vocabulary in `count` blocks of `size` columns each; the last may meet columns twice."""
-
-    count: int
-    size: int
-
-    def fetch(self, device: _Device, inputs: HeadInputs, i: Any) -> tuple[Array, Array | None]:
-        """Weight and bias of a block, from all who share: the only place where columns of the head are gathered."""
-
-        def piece(x: Array, axis: int) -> Array:
-            if self.count > 1:
-                x = lax.dynamic_slice_in_dim(x, self._first(device, i), self.size, axis)
-            return _gather(x, device.sharding.shared, axis)
-
-        return piece(inputs.lm_head, device.v_axis), None if inputs.bias is None else piece(inputs.bias, 0)
-
-    def block(self, device: _Device, fetched: tuple[Array, Array | None], i: Any) -> _Block:
-        first = self._first(device, i)
-        return _Block(*fetched, first, self.size, jnp.asarray(i, jnp.int32) * self.size - first, self._overlaps(device))
-
-    def _first(self, device: _Device, i: Any) -> Int[Array, ""]:
-        return jnp.minimum(jnp.asarray(i, jnp.int32) * self.size, device.width - self.size)
-
-    def _overlaps(self, device: _Device) -> bool:
-        return self.count * self.size > device.width
-
-
-def _cut_columns(device: _Device, inputs: HeadInputs, alone: bool) -> _Cut:
-    """All columns at once where they are the device's own and nothing is summed over devices, else by bytes."""
-    if alone:
-        return _Cut(1, device.width)
-    # Whole registers of a TPU, of all parts together.
-    unit = COLUMNS_MULTIPLE // math.gcd(COLUMNS_MULTIPLE, device.sharers)
-    most = GATHERED_BYTES // (inputs.lm_head.dtype.itemsize * inputs.hidden.shape[1] * device.sharers)
-    count = -(-device.width // max(unit, most // unit * unit))
-    return _Cut(count, min(device.width, -(-device.width // (count * unit)) * unit))
-
-
-def _own_columns(device: _Device, inputs: HeadInputs) -> _Block:
-    """All that the device owns."""
-    nothing = jnp.zeros((), jnp.int32)
-    return _Block(inputs.lm_head, inputs.bias, nothing, device.width, nothing, overlaps=False)
-
-
-def _as_head(device: _Device, inputs: HeadInputs, block: _Block) -> tuple[HeadInputs, HeadOptions]:
-    """A block as a head of its own: the targets' columns in it, and -inf in the bias where a column takes no part."""
-    parts = device.parts(device.gather == "gather_head")
-    ids = parts[:, None] * device.width + block.start + jnp.arange(block.size, dtype=jnp.int32)[None, :]
-    beyond = (ids >= device.vocab).reshape(-1)
-    again = jnp.tile(jnp.arange(block.size, dtype=jnp.int32) < block.stale, parts.size)
-    weight, bias, overlaps = block.lm_head, block.bias, block.overlaps
-    if device.padded:
-        # Padding may hold anything, and NaN times 0 is NaN.
-        weight = jnp.where(jnp.expand_dims(beyond, 1 - device.v_axis), jnp.zeros_like(weight), weight)
-    if device.padded or overlaps:
-        zeros = jnp.zeros(beyond.shape, weight.dtype) if bias is None else bias
-        bias = jnp.where(beyond | again, jnp.asarray(-jnp.inf, zeros.dtype), zeros)
-    # Which of the parts here holds the target, and where.
-    whose, place = inputs.targets // device.width, inputs.targets % device.width - block.start
-    all_parts = device.sharding.size(device.sharding.vocab_axes)
-    order = jnp.full(all_parts, parts.size, jnp.int32).at[parts].set(jnp.arange(parts.size, dtype=jnp.int32))
-    here = jnp.take(order, whose, mode="fill", fill_value=parts.size)
-    found = (inputs.targets < device.vocab) & (here < parts.size) & (place >= block.stale) & (place < block.size)
-    targets = jnp.where(found, here * block.size + place, parts.size * block.size)
-    head = inputs._replace(lm_head=weight, bias=bias, targets=targets)
-    return head, replace(device.options, sharding=None, padded=device.padded or overlaps)
-
-
-def _walk(count: int, fetch: Callable[[Any], Any], step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-    """`step(i, fetch(i), carry)` for each i, with the next fetched while one is at work."""
-    if count == 1:
-        return step(0, fetch(0), carry)
-
-    def body(i: Any, state: Any) -> Any:
-        carry, here = state
-        ahead = fetch(i + 1)
-        return step(i, here, carry), ahead
-
-    carry, last = lax.fori_loop(0, count - 1, body, (carry, fetch(0)))
-    return step(count - 1, last, carry)
-
-
-def _stats(device: _Device, inputs: HeadInputs, outputs: tuple[str, ...]) -> tuple[TokenStats, Normaliser]:
-    """Of the device's tokens, over the whole vocabulary."""
-    if device.gather == "gather_tokens":
-        return _stats_of_chunks(device, inputs, outputs)
-    cut = _cut_columns(device, inputs, alone=device.sharers == 1)
-
-    def step(i: Any, fetched: Any, before: Running | None) -> Running:
-        head, options = _as_head(device, inputs, cut.block(device, fetched, i))
-        running = device.passes.sums(head, options, outputs)
-        return running if before is None else _joined(before, running)
-
-    nothing = None if cut.count == 1 else start(inputs.targets.size, _sums_dtype(inputs), outputs)
-    running = _walk(cut.count, functools.partial(cut.fetch, device, inputs), step, nothing)
-    return _finished(device, running, inputs, outputs, device.sharding.vocab_only)
-
-
-def _sums_dtype(inputs: HeadInputs) -> np.dtype:
-    return accumulator(inputs.hidden.dtype, inputs.lm_head.dtype)
-
-
-def _joined(one: Running, two: Running) -> Running:
-    pair = jax.tree.map(lambda x, y: jnp.stack([x, y]), one, two)
-    largest, add = (functools.partial(reduce, axis=0, keepdims=True) for reduce in (jnp.max, jnp.sum))
-    return jax.tree.map(lambda x: x[0], merge(pair, largest, add))
-
-
-def _finished(
-    device: _Device, running: Running, inputs: HeadInputs, outputs: tuple[str, ...], axes: Axes
-) -> tuple[TokenStats, Normaliser]:
-    """Makes one softmax of the parts that stand along `axes`."""
-    if axes:
-        running = merge(running, lambda x: lax.pmax(x, axes), lambda x: lax.psum(x, axes))
-    stats, normaliser = finish(running, inputs.targets < device.vocab, device.vocab, outputs)
-    if stats.mean_logits is not None and inputs.bias is not None:
-        # The passes have left -inf out of their sums, which here may mark a column of another block.
-        ids = _index(device.sharding.vocab_axes) * device.width + jnp.arange(device.width, dtype=jnp.int32)
-        impossible = jnp.any((inputs.bias == -jnp.inf) & (ids < device.vocab)).astype(jnp.int32)
-        if device.sharding.vocab_axes:
-            impossible = lax.pmax(impossible, device.sharding.vocab_axes)
-        stats = stats._replace(mean_logits=jnp.where(impossible > 0, -jnp.inf, stats.mean_logits))
-    if inputs.mask is not None:
-        stats = jax.tree.map(lambda x: jnp.where(inputs.mask, x, 0.0), stats)
-    return stats, normaliser
-
-
-def _gradients(
-    device: _Device, residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " n"]
-) -> Gradients:
-    """Of the device's tokens and columns, each summed over the devices that add to it and cast once."""
-    if device.gather == "gather_tokens":
-        return _gradients_of_chunks(device, residuals, d_stats, active)
-    inputs, wanted = residuals.inputs, residuals.wanted
-    sharding, v_axis, dtype = device.sharding, device.v_axis, _sums_dtype(inputs)
-    summed = bool(sharding.tokens_only) and (wanted.lm_head or wanted.bias)
-    cut = _cut_columns(device, inputs, alone=device.sharers == 1 and not summed)
-
-    def leave(total: Array | None, block: _Block, part: Array | None, axis: int) -> Array | None:
-        if total is None or part is None:
-            return None
-        part = _sum_over(_scatter(part, sharding.shared, axis), sharding.tokens_only).astype(total.dtype)
-        if cut.count == 1:
-            return part
-        old = lax.dynamic_slice_in_dim(total, block.start, block.size, axis)
-        fresh = jnp.arange(block.size, dtype=jnp.int32) >= block.stale
-        fresh = fresh if part.ndim == 1 else jnp.expand_dims(fresh, 1 - axis)
-        return lax.dynamic_update_slice_in_dim(total, jnp.where(fresh, part, old), block.start, axis)
-
-    def step(i: Any, fetched: Any, total: Gradients) -> Gradients:
-        block = cut.block(device, fetched, i)
-        found = _gradients_of(device, residuals, block, d_stats, active)
-        d_hidden = found.hidden if total.hidden is None or found.hidden is None else total.hidden + found.hidden
-        return Gradients(
-            d_hidden,
-            leave(total.lm_head, block, found.lm_head, v_axis),
-            leave(total.bias, block, found.bias, 0),
-        )
-
-    total = Gradients(
-        jnp.zeros(inputs.hidden.shape, dtype) if wanted.hidden and cut.count > 1 else None,
-        jnp.zeros_like(inputs.lm_head) if wanted.lm_head else None,
-        jnp.zeros_like(inputs.bias) if wanted.bias and inputs.bias is not None else None,
+def sharded_logits(implementation: str, passes: Passes) -> Callable[..., TokenStats]:
+    """An implementation of `token_stats` over the mesh of `options.sharding`: tokens and vocabulary share no axis."""
+    return logits_vjp(
+        functools.partial(_logits_forward, passes=passes),
+        functools.partial(_logits_backward, passes=passes),
+        implementation,
     )
-    total = _walk(cut.count, functools.partial(cut.fetch, device, inputs), step, total)
-    if total.hidden is not None:
-        d_hidden = _sum_over(total.hidden, sharding.vocab_only).astype(inputs.hidden.dtype)
-        total = total._replace(hidden=d_hidden)
-    return total
 
 
-def _gradients_of(
-    device: _Device,
-    residuals: HeadResiduals,
-    block: _Block,
-    d_stats: TokenStats,
-    active: Bool[Array, " n"],
-) -> Gradients:
-    """What a block of columns gives to each gradient, in the dtype of the sums."""
-    head, options = _as_head(device, residuals.inputs, block)
-    if d_stats.mean_logits is not None:
-        # The passes take the mean over the columns that they see.
-        share = head.lm_head.shape[device.v_axis] / device.vocab
-        d_stats = d_stats._replace(mean_logits=d_stats.mean_logits * share)
-    return device.passes.gradients(residuals._replace(inputs=head), d_stats, active, options)
-
-
-def _gather(x: Array, axes: Axes, axis: int) -> Array:
-    """Of every device along `axes`, one behind the other."""
-    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
-
-
-def _sum_over(x: Array, axes: Axes) -> Array:
-    return lax.psum(x, axes) if axes else x
-
-
-def _scatter(x: Array, axes: Axes, axis: int) -> Array:
-    """The sum over devices, of which each keeps its own part."""
-    return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if axes else x
-
-
-class _Chunks(NamedTuple):
-    """The device's tokens in `count` chunks of `size`, the last filled up with tokens that do not count."""
-
-    count: int
-    size: int
-
-    def fetch(self, device: _Device, rows: Any, i: Any) -> Any:
-        """A chunk of every array, of all who share: the only place where tokens are gathered."""
-        first = jnp.asarray(i, jnp.int32) * self.size
-
-        def piece(x: Array) -> Array:
-            x = lax.dynamic_slice_in_dim(x, first, self.size, 0) if self.count > 1 else x
-            return _gather(x, device.sharding.shared, 0)
-
-        return jax.tree.map(piece, rows)
-
-    def own(self, device: _Device, x: Array) -> Array:
-        """This device's rows of a gathered chunk."""
-        return lax.dynamic_slice_in_dim(x, _index(device.sharding.shared) * self.size, self.size, 0)
-
-    def put(self, total: Array, x: Array, i: Any) -> Array:
-        return lax.dynamic_update_slice_in_dim(total, x, jnp.asarray(i, jnp.int32) * self.size, 0)
-
-    def fill(self, rows: Any, count: int) -> Any:
-        """Every array with zeros behind, which are False in a mask."""
-        more = self.count * self.size - count
-        return jax.tree.map(lambda x: jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)), rows) if more else rows
-
-
-def _chunks(device: _Device, inputs: HeadInputs) -> _Chunks:
-    count, width = inputs.hidden.shape
-    most = GATHERED_BYTES // (inputs.hidden.dtype.itemsize * width * device.sharers)
-    chunks = -(-count // max(1, most))
-    return _Chunks(chunks, -(-count // chunks))
-
-
-def _stats_of_chunks(
-    device: _Device, inputs: HeadInputs, outputs: tuple[str, ...]
+def _logits_forward(
+    logits: Float[Array, "... V"],
+    targets: Int[Array, "..."],
+    mask: Bool[Array, "..."] | None,
+    scalars: LogitScalars,
+    options: HeadOptions,
+    also: tuple[str, ...] = (),
+    *,
+    passes: Passes,
 ) -> tuple[TokenStats, Normaliser]:
-    count, dtype, chunks = inputs.targets.size, _sums_dtype(inputs), _chunks(device, inputs)
-    mask = jnp.ones(count, bool) if inputs.mask is None else inputs.mask
-    rows = chunks.fill((inputs.hidden, inputs.targets, mask), count)
-    own = _own_columns(device, inputs)
+    sharding: HeadSharding = options.sharding
+    outputs = tuple(dict.fromkeys((*options.outputs, *also)))
 
-    def step(i: Any, chunk: Any, total: Any) -> Any:
-        here = inputs._replace(hidden=chunk[0], targets=chunk[1], mask=chunk[2])
-        head, options = _as_head(device, here, own)
-        running = device.passes.sums(head, options, outputs)
-        found = _finished(device, running, here, outputs, device.sharding.vocab_axes)
-        return jax.tree.map(lambda all_, x: chunks.put(all_, chunks.own(device, x), i), total, found)
+    def run(logits, targets, mask, scalars):
+        shape, counts = targets.shape, None if mask is None else mask.reshape(-1)
+        own, column, alone, vocab = _own_logits(logits, targets, options)
+        running = merged(passes.sums(own, column, counts, scalars, alone, outputs), sharding.vocab_axes)
+        stats, normaliser = finish(running, targets.reshape(-1) < vocab, vocab, outputs)
+        if stats.mean_logits is not None and alone.padded:
+            # The pass has left -inf out of its sums: of the padding, and of a column that the caller took out.
+            true = index(sharding.vocab_axes) * own.shape[1] + jnp.arange(own.shape[1]) < vocab
+            impossible = jnp.any((own == -jnp.inf) & true[None, :], axis=1).astype(jnp.int32)
+            impossible = lax.pmax(impossible, sharding.vocab_axes) if sharding.vocab_axes else impossible
+            stats = stats._replace(mean_logits=jnp.where(impossible > 0, -jnp.inf, stats.mean_logits))
+        if counts is not None:
+            stats = jax.tree.map(lambda x: jnp.where(counts, x, 0.0), stats)
+        return jax.tree.map(lambda x: x.reshape(shape), (stats, normaliser))
 
-    empty = jnp.zeros(chunks.count * chunks.size, dtype)
-    total = TokenStats(**dict.fromkeys(outputs, empty)), Normaliser(empty, empty)
-    found = _walk(chunks.count, functools.partial(chunks.fetch, device, rows), step, total)
-    return jax.tree.map(lambda x: x[:count], found)
-
-
-def _gradients_of_chunks(
-    device: _Device, residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " n"]
-) -> Gradients:
-    inputs, wanted, sharding = residuals.inputs, residuals.wanted, device.sharding
-    count, dtype, chunks = inputs.targets.size, _sums_dtype(inputs), _chunks(device, inputs)
-    rows = (inputs.hidden, inputs.targets, residuals.stats, residuals.normaliser, d_stats, active)
-    # A row without a token has a normaliser of 1: its zeros are no NaN.
-    filled = chunks.fill(rows, count)
-    own = _own_columns(device, inputs)
-
-    def step(i: Any, chunk: Any, total: Gradients) -> Gradients:
-        hidden, targets, stats, normaliser, d_stats, active = chunk
-        here = residuals._replace(
-            inputs=inputs._replace(hidden=hidden, targets=targets, mask=active), stats=stats, normaliser=normaliser
-        )
-        found, d_hidden = _gradients_of(device, here, own, d_stats, active), total.hidden
-        if d_hidden is not None and found.hidden is not None:
-            part = _sum_over(_scatter(found.hidden, sharding.shared, 0), sharding.vocab_only)
-            d_hidden = chunks.put(d_hidden, part.astype(d_hidden.dtype), i)
-        return Gradients(d_hidden, _added(total.lm_head, found.lm_head), _added(total.bias, found.bias))
-
-    total = Gradients(
-        jnp.zeros_like(filled[0]) if wanted.hidden else None,
-        jnp.zeros(inputs.lm_head.shape, dtype) if wanted.lm_head else None,
-        jnp.zeros(inputs.bias.shape, dtype) if wanted.bias and inputs.bias is not None else None,
-    )
-    total = _walk(chunks.count, functools.partial(chunks.fetch, device, filled), step, total)
-
-    def leave(x: Array | None, like: Array | None) -> Array | None:
-        return None if x is None or like is None else _sum_over(x, sharding.tokens_only).astype(like.dtype)
-
-    d_hidden = None if total.hidden is None else total.hidden[:count]
-    return Gradients(d_hidden, leave(total.lm_head, inputs.lm_head), leave(total.bias, inputs.bias))
+    in_specs, rows = _logits_specs(sharding, targets.ndim), sharding.of_rows()
+    with jax.named_scope("logitless_sharded_logits_forward"):
+        return on_devices(run, sharding, (in_specs, rows, rows, P()), rows)(logits, targets, mask, scalars)
 
 
-def _added(total: Array | None, part: Array | None) -> Array | None:
-    return None if total is None or part is None else total + part
+def _logits_backward(
+    residuals: tuple, d_stats: TokenStats, options: HeadOptions, *, passes: Passes
+) -> Float[Array, "... V"]:
+    sharding: HeadSharding = options.sharding
+
+    def run(logits, targets, mask, scalars, stats, normaliser, d_stats):
+        stats, normaliser, d_stats, counts = jax.tree.map(lambda x: x.reshape(-1), (stats, normaliser, d_stats, mask))
+        own, column, alone, vocab = _own_logits(logits, targets, options)
+        if d_stats.mean_logits is not None:
+            # The pass takes the mean over the columns that it sees.
+            d_stats = d_stats._replace(mean_logits=d_stats.mean_logits * (own.shape[1] / vocab))
+        found = passes.gradients((own, column, counts, scalars, stats, normaliser), d_stats, alone)
+        return found.reshape(logits.shape)
+
+    in_specs, rows = _logits_specs(sharding, residuals[1].ndim), sharding.of_rows()
+    specs = (in_specs, rows, rows, P(), rows, rows, rows)
+    with jax.named_scope("logitless_sharded_logits_backward"):
+        return on_devices(run, sharding, specs, in_specs)(*residuals, d_stats)
+
+
+def _logits_specs(sharding: HeadSharding, ndim: int) -> P:
+    return sharding.of_rows(sharding.vocab_axes, ndim)
+
+
+def _own_logits(
+    logits: Float[Array, "... v"], targets: Int[Array, "..."], options: HeadOptions
+) -> tuple[Float[Array, "n v"], Int[Array, " n"], HeadOptions, int]:
+    """A device's logits as the whole of a vocabulary, the targets' columns in it, options for that, and the true V."""
+    sharding: HeadSharding = options.sharding
+    width = logits.shape[-1]
+    everything = width * sharding.size(sharding.vocab_axes)
+    vocab = sharding.vocab_size or everything
+    logits, targets = logits.reshape(-1, width), targets.reshape(-1)
+    first = index(sharding.vocab_axes) * width
+    padded = vocab < everything
+    if padded:
+        logits = jnp.where((first + jnp.arange(width) < vocab)[None, :], logits, -jnp.inf)
+    here = (targets >= first) & (targets < first + width) & (targets < vocab)
+    return logits, jnp.where(here, targets - first, width), replace(options, sharding=None, padded=padded), vocab

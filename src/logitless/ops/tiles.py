@@ -56,7 +56,7 @@ def sweep_gradients(
         open_block: `(columns, their weight, their bias)` to the function that makes the tiles of that block.
 
     Returns:
-        The gradients, each cast once to the dtype of its own unless `wide_gradients` are asked for; None where nobody wants one.
+        The gradients, None where nobody wants one, each cast once unless `wide_gradients` are asked for.
     """
     hidden, lm_head, bias = head
     front = tokens.gather(hidden)
