@@ -7,12 +7,12 @@ a padded copy of the head.
 """
 
 import jax
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.blocks import TokenCut
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp
+from logitless.ops.manual import fori_loop
 from logitless.ops.softmax import Normaliser, Running, d_logits_tile, finish, meet, start
 from logitless.ops.tiles import (
     Gradients,
@@ -73,10 +73,10 @@ def _running(
             met = meet(part, z, columns.column(rows.of(targets)), columns.met(), v_axis, options.padded)
             return jax.tree.map(rows.put, running, met)
 
-        return lax.fori_loop(0, tokens.blocks, token_step, running)
+        return fori_loop(0, tokens.blocks, token_step, running)
 
     running = start(targets.shape[0], dtype, outputs)
-    running = lax.fori_loop(0, vocab.blocks, vocab_step, running)
+    running = fori_loop(0, vocab.blocks, vocab_step, running)
     return tokens, running, targets < vocab.vocab
 
 

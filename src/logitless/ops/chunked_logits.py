@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.derivatives import Passes, logits_vjp
+from logitless.ops.manual import fori_loop
 from logitless.ops.softmax import (
     Normaliser,
     Running,
@@ -80,7 +80,7 @@ def _sums(
         z = transform_logits(block.of(logits, 1).astype(dtype), scalars)
         return meet(running, z, block.column(targets), block.met(), v_axis=1, padded=options.padded)
 
-    return lax.fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, outputs))
+    return fori_loop(0, cut.blocks, step, start(logits.shape[0], dtype, outputs))
 
 
 _token_stats = logits_vjp(_forward, _backward, "chunked")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice
 from logitless.ops.derivatives import Differentiated, first_only, values_of
+from logitless.ops.manual import fori_loop
 from logitless.ops.softmax import Normaliser
 from logitless.ops.tiles import Gradients, cut_problem, head_block, raw_tile, sweep_gradients
 from logitless.ops.types import HeadOptions, LogitScalars
@@ -264,9 +264,9 @@ def _sweep(
             part = step(rows, jax.tree.map(rows.of, running), *tiles, columns)
             return jax.tree.map(rows.put, running, part)
 
-        return lax.fori_loop(0, tokens.blocks, token_step, running)
+        return fori_loop(0, tokens.blocks, token_step, running)
 
-    return lax.fori_loop(0, vocab.blocks, vocab_step, running)
+    return fori_loop(0, vocab.blocks, vocab_step, running)
 
 
 def _accumulator(student: Head, teacher: Head) -> np.dtype:

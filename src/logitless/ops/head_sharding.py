@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from logitless._arrays import check_name
+from logitless.ops.manual import Axes, axes_of_type, manual_axes
 
-Axes = tuple[str, ...]
 STRATEGIES = ("gather_head", "gather_tokens")
 SUM_BYTES = 4
 """Of a gradient that is added up over devices: float32."""
@@ -197,15 +197,6 @@ def head_strategy(
     return HeadStrategy(best if sharding.head == "auto" else sharding.head, taken)
 
 
-def manual_axes() -> Axes:
-    """Axes of the mesh in scope over which a `shard_map` runs."""
-    mesh = get_abstract_mesh()
-    if mesh.empty:
-        return ()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Manual)
-
-
 def on_devices(run: Callable[..., Any], sharding: HeadSharding, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`shard_map` over every axis of the mesh; over those that are left where the caller is inside one already."""
     manual, mesh = manual_axes(), get_abstract_mesh()
@@ -332,13 +323,16 @@ def lay_out(name: str, what: str, x: jax.Array | None, spec: PartitionSpec, shar
     """
     if x is None:
         return None
-    explicit = _explicit_axes()
+    scope = get_abstract_mesh()
+    mesh = sharding.mesh if scope.empty else scope
+    # Axes by which JAX types every array: nothing but the caller moves one along them.
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    as_typed = NamedSharding(mesh, _only(spec, explicit))
     if isinstance(x, Tracer):
         given = jax.typeof(x).sharding.spec if explicit else PartitionSpec()
-        wanted = _only(spec, explicit)
-        if any(given) and _trimmed(given, x.ndim, sharding) != _trimmed(wanted, x.ndim, sharding):
+        if any(given) and _trimmed(given, x.ndim, sharding) != _trimmed(as_typed.spec, x.ndim, sharding):
             raise _laid_out_otherwise(name, what, x, given, spec, sharding)
-        return jax.sharding.reshard(x, wanted) if explicit else x
+        return jax.sharding.reshard(x, as_typed) if explicit else x
     if isinstance(sharding.mesh, Mesh) and not x.sharding.is_fully_replicated:
         given = x.sharding.spec if isinstance(x.sharding, NamedSharding) else x.sharding
         if not x.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), x.ndim):
@@ -348,7 +342,7 @@ def lay_out(name: str, what: str, x: jax.Array | None, spec: PartitionSpec, shar
             f"{name}: {what} {tuple(x.shape)} is on {len(x.sharding.device_set)} of {sharding.mesh.size} devices"
             f"; move it with jax.device_put to {_named(_trimmed(spec, x.ndim, sharding))}"
         )
-    return jax.sharding.reshard(x, _only(spec, explicit)) if explicit else x
+    return jax.sharding.reshard(x, as_typed) if explicit else x
 
 
 def _laid_out_otherwise(
@@ -365,14 +359,6 @@ def _laid_out_otherwise(
         f"{_named(wanted)}; move it with jax.device_put or jax.sharding.reshard to {_named(wanted)}, or say in "
         f"HeadSharding how it lies{': the hidden size D cannot be split' if split else ''}"
     )
-
-
-def _explicit_axes() -> Axes:
-    mesh = get_abstract_mesh()
-    if mesh.empty:
-        return ()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def _only(spec: PartitionSpec, axes: Axes) -> PartitionSpec:

@@ -21,8 +21,9 @@ from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.chunked import PASSES, linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
-from logitless.ops.head_sharding import HeadSharding, manual_axes, on_devices
-from logitless.ops.sharded import on_any_mesh, sharded_head
+from logitless.ops.head_sharding import HeadSharding, on_devices
+from logitless.ops.manual import fori_loop, manual_axes, varying, varying_axes
+from logitless.ops.sharded import on_any_mesh, own_copies, sharded_head
 from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet, row_terms, start
 from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
 from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
@@ -60,6 +61,8 @@ def linear_token_loss_one_pass(
     token_loss: TokenLoss,
 ) -> tuple[Float[Array, ""], Float[Array, " N"]]:
     """Loss and log-probabilities of N tokens; the contract is that of `logitless.ops.api.linear_token_loss`."""
+    if options.sharding is not None:
+        hidden, lm_head, bias = own_copies(hidden, lm_head, bias, options.sharding)
     return _token_loss(hidden, lm_head, bias, targets, mask, token_args, scalars, options, token_loss)
 
 
@@ -127,12 +130,7 @@ def _token_loss_bwd(options, token_loss, residuals, cotangents):
         return (None,) * 7
     flags = (wanted.hidden, wanted.lm_head, wanted.bias)
     each = zip(gradients, like, flags, strict=True)
-    scaled = [x * d_loss if flag else None for x, _, flag in each]
-    if options.sharding is not None:
-        # Where the caller is inside shard_map each device has a loss, and a cotangent, of its own.
-        axes = tuple(axis for axis in options.sharding.tokens_only if axis in manual_axes())
-        scaled[1:] = [x if x is None or not axes else lax.psum(x, axes) for x in scaled[1:]]
-    scaled = [None if x is None else x.astype(y.dtype) for x, y in zip(scaled, like, strict=True)]
+    scaled = [(x * d_loss).astype(y.dtype) if flag else None for x, y, flag in each]
     return *scaled, None, None, None, None
 
 
@@ -197,7 +195,7 @@ def _sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOptions, To
     )
     sweep = _Sweep(jnp.zeros((), dtype), jnp.zeros(places, dtype), gradients)
     logits = head.rows_by(tokens.size, vocab.vocab)
-    (loss, logprobs, gradients), _ = lax.fori_loop(0, tokens.blocks, token_step, (sweep, logits))
+    (loss, logprobs, gradients), _ = fori_loop(0, tokens.blocks, token_step, (sweep, logits))
     if (d_hidden := gradients.hidden) is not None:
         gradients = gradients._replace(hidden=tokens.scatter(d_hidden if head.v_axis else d_hidden.T))
     return _Sweep(loss, tokens.scatter(logprobs), gradients)
@@ -228,7 +226,9 @@ def _sharded_sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOpt
     of_hidden, args = sharding.of_rows(ndim=primals[3].ndim), primals[5]
     in_specs = (of_hidden, *head_specs, rows, rows, tuple(rows if x.ndim else P() for x in args), P())
     out_specs = _Sweep(P(), rows, Gradients(of_hidden, *head_specs))
-    return on_devices(run, sharding, in_specs, out_specs)(*primals)
+    sweep = on_devices(run, sharding, in_specs, out_specs)(*primals)
+    gradients = Gradients(*(varying(d, varying_axes(x)) for d, x in zip(sweep.gradients, primals[:3], strict=True)))
+    return _Sweep(*varying(sweep[:2], sharding.token_axes), gradients)
 
 
 def _keep_logits(
@@ -245,7 +245,7 @@ def _keep_logits(
         return columns.put(logits, z, head.v_axis), running
 
     running = start(own.shape[0], head.dtype, ("logprobs",))
-    return lax.fori_loop(0, head.vocab.blocks, step, (logits, running))
+    return fori_loop(0, head.vocab.blocks, step, (logits, running))
 
 
 def _pour(
@@ -280,7 +280,7 @@ def _pour(
             _add(columns, gradients.bias, part.bias, unit, 0),
         )
 
-    gradients = lax.fori_loop(0, blocks, step, gradients)
+    gradients = fori_loop(0, blocks, step, gradients)
     if unit is not None and gradients.hidden is not None:
         # No other block adds to these rows.
         n_axis = 1 - head.v_axis

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp, logits_vjp
-from logitless.ops.head_sharding import HeadSharding, head_strategy, manual_axes, on_devices
+from logitless.ops.head_sharding import HeadSharding, head_strategy, on_devices
+from logitless.ops.manual import manual_axes, varying, varying_axes
 from logitless.ops.sharded_device import Device, gradients_of, index, merged, stats_of
 from logitless.ops.softmax import Normaliser, finish
 from logitless.ops.tiles import Gradients
@@ -39,9 +40,25 @@ def sharded_head(implementation: str, passes: Passes) -> Callable[..., TokenStat
 
     Its arrays have the leading axes of the caller: tokens that two axes of the mesh split cannot be made one axis.
     """
-    return head_vjp(
+    run = head_vjp(
         implementation, functools.partial(_forward, passes=passes), functools.partial(_backward, passes=passes)
     )
+
+    def of_devices(hidden, lm_head, bias, targets, mask, scalars, options):
+        heads = own_copies(hidden, lm_head, bias, options.sharding)
+        return run(*heads, targets, mask, scalars, options)
+
+    return of_devices
+
+
+def own_copies(hidden: T, lm_head: T, bias: Any, sharding: HeadSharding) -> tuple[T, T, Any]:
+    """Inside a caller's `shard_map`: what devices there have copies of, typed as a value of each device.
+
+    JAX then adds up the gradients of the copies, as it does for all that the caller computes there. Outside it does
+    nothing: there the sums over devices are ours.
+    """
+    lm_head, bias = varying((lm_head, bias), sharding.tokens_only)
+    return varying(hidden, sharding.vocab_only), lm_head, bias
 
 
 def _forward(
@@ -59,7 +76,9 @@ def _forward(
         return jax.tree.map(lambda x: x.reshape(inputs.targets.shape), found)
 
     with jax.named_scope(f"logitless_{device.gather or 'sharded'}_forward"):
-        return *on_devices(run, sharding, (_specs(inputs, options),), sharding.of_rows())(inputs), None
+        found = on_devices(run, sharding, (_specs(inputs, options),), sharding.of_rows())(inputs)
+    # What comes out of a `shard_map` within another has lost its type.
+    return *varying(found, sharding.token_axes), None
 
 
 def _backward(
@@ -82,7 +101,18 @@ def _backward(
     )
     with jax.named_scope(f"logitless_{device.gather or 'sharded'}_backward"):
         split = on_devices(run, sharding, (specs, rows, rows, rows, rows), out)
-        return split(inputs, residuals.stats, residuals.normaliser, d_stats, active)
+        d_stats = of_all_copies(d_stats, sharding, inputs[:2])
+        found = split(inputs, residuals.stats, residuals.normaliser, d_stats, active)
+    return Gradients(*(varying(d, varying_axes(x)) for d, x in zip(found, inputs[:3], strict=True)))
+
+
+def of_all_copies(d_stats: TokenStats, sharding: HeadSharding, typed: Any) -> TokenStats:
+    """Cotangents of what several devices have alike: where JAX does not type them, each device has a share of it.
+
+    So it is inside a caller's `shard_map(..., check_vma=False)`, where the transpose of a sum over devices is a sum.
+    """
+    axes = tuple(axis for axis in sharding.vocab_only if axis in manual_axes())
+    return d_stats if not axes or varying_axes(typed) else jax.tree.map(lambda x: lax.psum(x, axes), d_stats)
 
 
 def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Differentiated | None) -> Device:
@@ -102,7 +132,7 @@ def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Di
         head_dtype=inputs.lm_head.dtype,
         trained=None if wanted is None else (wanted.hidden, wanted.lm_head),
     )
-    return Device(sharding, options, passes, width, sharding.vocab_size or width * parts, strategy.name, wanted)
+    return Device(sharding, options, passes, width, sharding.vocab_size or width * parts, strategy.name, wanted, manual)
 
 
 def _specs(inputs: HeadInputs, options: HeadOptions) -> HeadInputs:
@@ -164,7 +194,8 @@ def _logits_forward(
 
     in_specs, rows = _logits_specs(sharding, targets.ndim), sharding.of_rows()
     with jax.named_scope("logitless_sharded_logits_forward"):
-        return on_devices(run, sharding, (in_specs, rows, rows, P()), rows)(logits, targets, mask, scalars)
+        found = on_devices(run, sharding, (in_specs, rows, rows, P()), rows)(logits, targets, mask, scalars)
+    return varying(found, sharding.token_axes)
 
 
 def _logits_backward(
@@ -184,7 +215,9 @@ def _logits_backward(
     in_specs, rows = _logits_specs(sharding, residuals[1].ndim), sharding.of_rows()
     specs = (in_specs, rows, rows, P(), rows, rows, rows)
     with jax.named_scope("logitless_sharded_logits_backward"):
-        return on_devices(run, sharding, specs, in_specs)(*residuals, d_stats)
+        d_stats = of_all_copies(d_stats, sharding, residuals[0])
+        d_logits = on_devices(run, sharding, specs, in_specs)(*residuals, d_stats)
+    return varying(d_logits, varying_axes(residuals[0]))
 
 
 def _logits_specs(sharding: HeadSharding, ndim: int) -> P:

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes
-from logitless.ops.head_sharding import Axes, HeadSharding
+from logitless.ops.head_sharding import HeadSharding
+from logitless.ops.manual import Axes, fori_loop
 from logitless.ops.softmax import Normaliser, Running, finish, merge, start
 from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, TokenStats
@@ -42,6 +43,7 @@ class Device:
         vocab: true V.
         gather: `gather_head`, `gather_tokens`, or empty.
         wanted: whose gradients are; None in a pass of which none are asked.
+        outer: axes of a `shard_map` of the caller, over which JAX adds up the gradients.
     """
 
     sharding: HeadSharding
@@ -51,6 +53,17 @@ class Device:
     vocab: int
     gather: str
     wanted: Differentiated | None
+    outer: Axes
+
+    @property
+    def adds_hidden(self) -> Axes:
+        """Axes over which the gradient of the hidden states is added up."""
+        return tuple(axis for axis in self.sharding.vocab_only if axis not in self.outer)
+
+    @property
+    def adds_head(self) -> Axes:
+        """Axes over which the gradient of the head is added up, beside those that its parts are scattered over."""
+        return tuple(axis for axis in self.sharding.tokens_only if axis not in self.outer)
 
     @property
     def v_axis(self) -> int:
@@ -183,7 +196,7 @@ def _walk(count: int, fetch: Callable[[Any], Any], step: Callable[[Any, Any, Any
         ahead = fetch(i + 1)
         return step(i, here, carry), ahead
 
-    carry, last = lax.fori_loop(0, count - 1, body, (carry, fetch(0)))
+    carry, last = fori_loop(0, count - 1, body, (carry, fetch(0)))
     return step(count - 1, last, carry)
 
 
@@ -242,13 +255,13 @@ def gradients_of(device: Device, residuals: HeadResiduals, d_stats: TokenStats, 
         return _gradients_of_chunks(device, residuals, d_stats, active)
     inputs, wanted = residuals.inputs, residuals.wanted
     sharding, v_axis, dtype = device.sharding, device.v_axis, _sums_dtype(inputs)
-    summed = bool(sharding.tokens_only) and (wanted.lm_head or wanted.bias)
+    summed = bool(device.adds_head) and (wanted.lm_head or wanted.bias)
     cut = _cut_columns(device, inputs, alone=device.sharers == 1 and not summed)
 
     def leave(total: Array | None, block: _Block, part: Array | None, axis: int) -> Array | None:
         if total is None or part is None:
             return None
-        part = _sum_over(_scatter(part, sharding.shared, axis), sharding.tokens_only).astype(total.dtype)
+        part = _sum_over(_scatter(part, sharding.shared, axis), device.adds_head).astype(total.dtype)
         if cut.count == 1:
             return part
         old = lax.dynamic_slice_in_dim(total, block.start, block.size, axis)
@@ -273,7 +286,7 @@ def gradients_of(device: Device, residuals: HeadResiduals, d_stats: TokenStats, 
     )
     total = _walk(cut.count, functools.partial(cut.fetch, device, inputs), step, total)
     if total.hidden is not None:
-        d_hidden = _sum_over(total.hidden, sharding.vocab_only).astype(inputs.hidden.dtype)
+        d_hidden = _sum_over(total.hidden, device.adds_hidden).astype(inputs.hidden.dtype)
         total = total._replace(hidden=d_hidden)
     return total
 
@@ -380,7 +393,7 @@ def _gradients_of_chunks(
         )
         found, d_hidden = _gradients_of(device, here, own, d_stats, active), total.hidden
         if d_hidden is not None and found.hidden is not None:
-            part = _sum_over(_scatter(found.hidden, sharding.shared, 0), sharding.vocab_only)
+            part = _sum_over(_scatter(found.hidden, sharding.shared, 0), device.adds_hidden)
             d_hidden = chunks.put(d_hidden, part.astype(d_hidden.dtype), i)
         return Gradients(d_hidden, _added(total.lm_head, found.lm_head), _added(total.bias, found.bias))
 
@@ -392,7 +405,7 @@ def _gradients_of_chunks(
     total = _walk(chunks.count, functools.partial(chunks.fetch, device, filled), step, total)
 
     def leave(x: Array | None, like: Array | None) -> Array | None:
-        return None if x is None or like is None else _sum_over(x, sharding.tokens_only).astype(like.dtype)
+        return None if x is None or like is None else _sum_over(x, device.adds_head).astype(like.dtype)
 
     d_hidden = None if total.hidden is None else total.hidden[:count]
     return Gradients(d_hidden, leave(total.lm_head, inputs.lm_head), leave(total.bias, inputs.bias))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless._arrays import common_dtype
 from logitless.ops.blocks import Rows, TokenCut, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.derivatives import Differentiated, HeadResiduals
+from logitless.ops.manual import fori_loop
 from logitless.ops.softmax import RowTerms, row_terms, transform_logits
 from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
 
@@ -79,7 +80,7 @@ def sweep_gradients(
         # The first block of tokens starts the sums, which then need neither zeros nor an addition.
         block = token_step(0, Gradients(total.hidden, None, None))
         if tokens.order.shape[0] > tokens.size:
-            block = lax.fori_loop(1, tokens.blocks, token_step, block)
+            block = fori_loop(1, tokens.blocks, token_step, block)
         return Gradients(
             block.hidden,
             None if block.lm_head is None else columns.put(total.lm_head, block.lm_head, v_axis),
@@ -95,7 +96,7 @@ def sweep_gradients(
         jnp.zeros(lm_head.shape, leaving(lm_head)) if wanted.lm_head else None,
         jnp.zeros(bias.shape, leaving(bias)) if bias is not None and wanted.bias else None,
     )
-    total = lax.fori_loop(0, vocab.blocks, vocab_step, total)
+    total = fori_loop(0, vocab.blocks, vocab_step, total)
     if total.hidden is not None:
         d_hidden = total.hidden.astype(leaving(hidden))
         total = total._replace(hidden=tokens.scatter(d_hidden if v_axis else d_hidden.T))
