@@ -9,6 +9,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 
 from logitless._arrays import check_name
 from logitless.ops.head_sharding import HeadSharding
+from logitless.ops.manual import manual_axes, varying_axes
 from logitless.ops.one_pass import FEWEST_TOKENS, tokens_within
 from logitless.ops.pallas_tpu_blocks import has_room
 from logitless.ops.types import HeadOptions
@@ -92,11 +93,23 @@ def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: Hea
         return f"an array is {other[0]}; it takes {', '.join(known)}: cast, or use implementation='chunked'"
     if options.logits_dtype not in (None, *known):
         return f"logits_dtype={options.logits_dtype!r}; it rounds to {', '.join(known)}: use implementation='chunked'"
+    if not compiled and (why := _why_no_simulation(arrays)):
+        return why
     if options.sharding is None and _are_sharded(arrays):
         return (
             "a kernel runs on one device, and an argument is sharded over several; give sharding=, call it inside "
             "jax.shard_map, or use implementation='chunked', which XLA partitions"
         )
+    return None
+
+
+def _why_no_simulation(arrays: Sequence[jax.Array | None]) -> str | None:
+    """What of a caller's `shard_map` JAX's simulation of a TPU cannot be inside."""
+    manual = manual_axes()
+    if manual and len(manual) < len(get_abstract_mesh().axis_names):
+        return f"the shard_map around it runs over {', '.join(manual)} alone; let it run over every axis of the mesh"
+    if varying_axes(*(x for x in arrays if x is not None)):
+        return "JAX's simulation of a TPU knows no types of shard_map; give that check_vma=False"
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, ManualAxisType, Mesh, get_abstract_mesh
 
 Axes = tuple[str, ...]
 T = TypeVar("T")
@@ -44,6 +44,14 @@ def varying(x: T, axes: Axes | frozenset[str]) -> T:
         return lax.pcast(leaf, more, to="varying") if more else leaf
 
     return jax.tree.map(cast, x)
+
+
+def shapes_of_kernel(shapes: T, *args: Any) -> T:
+    """Shapes of a kernel's results, typed as varying as its arguments do: nothing of it does by itself."""
+    if not manual_axes():
+        return shapes
+    kind = ManualAxisType(varying=varying_axes(*args))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind), shapes)
 
 
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, T], T], init: T) -> T:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless._arrays import accumulator, common_dtype
 from logitless.ops.blocks import TokenCut, cut_tokens, sort_tokens, take
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp
+from logitless.ops.manual import shapes_of_kernel
 from logitless.ops.pallas_tpu_blocks import Cut, backward_kernels, blocks_of, takes_sweep
 from logitless.ops.pallas_tpu_copies import RING, STAGED_COLUMNS, HeadScratch, HiddenRing
 from logitless.ops.pallas_tpu_kernels import (
@@ -267,7 +268,7 @@ def _call(
             grid=(cut.cores, *of_core),
             in_specs=in_specs,
             out_specs=specs,
-            out_shape=shapes,
+            out_shape=shapes_of_kernel(shapes, args),
             scratch_shapes=scratch,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),

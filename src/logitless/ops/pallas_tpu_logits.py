@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless._arrays import accumulator
 from logitless.ops.derivatives import Passes, logits_vjp
+from logitless.ops.manual import shapes_of_kernel
 from logitless.ops.pallas_tpu import as_columns, each_sum, merge_lanes
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_kernels import LANES
@@ -201,7 +202,7 @@ def _call(
             # In a list of its own: a bare NamedTuple would be taken apart.
             out_specs=[out_specs],
         ),
-        out_shape=[out_shape],
+        out_shape=shapes_of_kernel([out_shape], operands),
         input_output_aliases={place: 0} if in_place else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(MIN_VMEM_LIMIT, vmem_bytes + 2 * 2**20)
