@@ -229,17 +229,22 @@ def test_a_branch_of_a_conditional_is_not_handed_its_predicate():
     assert value_of(module, branch, "q2") is None
 
 
-def test_collectives_count_what_they_bring():
+def test_collectives_count_what_a_device_receives():
     sums = sums_of(
-        "%a = bf16[16,128]{1,0} all-reduce(%y), to_apply=%small",
-        "%s = (bf16[16,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%y), dimensions={0}",
+        "%a = bf16[16,128]{1,0} all-reduce(%y), to_apply=%small, replica_groups={{0,2},{1,3}}",
+        "%s = (bf16[16,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%y), dimensions={0}, replica_groups=[2,4]<=[8]",
         "%d = bf16[64,128]{1,0} all-gather-done(%s)",
         "%p = u8[32]{0} collective-permute(%y)",
-        "%t = (f32[1024]{0}, f32[256]{0}, f32[]) all-reduce-start(%y, %y, %x), to_apply=%small",
+        "%t = (f32[1024]{0}, f32[256]{0}, f32[]) all-reduce-start(%big, %big, %x), to_apply=%small",
         "%m = ((f32[8]{0}, f32[4]{0}), (f32[32]{0}, f32[16]{0})) all-gather-start(%y, %y), dimensions={0}",
+        "%rs = f32[64]{0} reduce-scatter(%wide), replica_groups=mesh['a'=2,'b'=4,'c'=2] {'b','c'}, dimensions={0}",
+        "%wide = f32[512]{0} copy(%y)",
+        # The sum is made in float32 and leaves in bfloat16.
+        "%narrow = bf16[512]{0} all-reduce(%wide), replica_groups={{0,1,2,3}}, to_apply=%small",
     )
-    combined = (1024 + 256 + 1) * 4 + (32 + 16) * 4
-    assert sums.collective_bytes == 16 * 128 * 2 + 64 * 128 * 2 + 32 + combined
+    of_known_groups = 2 * 16 * 128 * 2 / 2 + 64 * 128 * 2 * 3 / 4 + 512 * 4 * 7 / 8 + 2 * 512 * 4 * 3 / 4
+    of_all = 2 * (1024 + 256 + 1) * 4 + (32 + 16) * 4
+    assert sums.collective_bytes == of_known_groups + 32 + of_all
 
 
 def test_kernels_are_named_with_the_steps_of_their_dynamic_axes():

@@ -101,7 +101,8 @@ def test_devices_of_a_mesh_are_planned_one_by_one_and_collectives_counted():
     plan = plan_function(jax.grad(loss), args, "v6e:2x2")
     # A quarter of the tokens and all of the weight on each; its gradient is summed over all four.
     assert plan.argument_bytes == 512 * 256 * 4 + 1024 * 512 * 4
-    assert plan.collective_bytes == 512 * 256 * 4
+    # A sum that every device gets: scattered, then gathered.
+    assert plan.collective_bytes == 2 * 3 / 4 * 512 * 256 * 4
     assert plan.topology == "v6e:2x2"
     with pytest.raises(ValueError, match=r"a mesh of 4 devices \(data=4\), topology v6e:2x4 of 8"):
         plan_function(jax.grad(loss), args, "v6e:2x4")

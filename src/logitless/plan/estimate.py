@@ -36,7 +36,7 @@ class Estimate:
     Attributes:
         cycles: estimated by XLA for what it compiles itself; Mosaic kernels have none here.
         flops: of the products, two for each multiplication and addition.
-        collective_bytes: results of collectives.
+        collective_bytes: that the device receives in collectives.
         copy_cycles: of `cycles`, what only copies arrays or pieces of them.
         copy_bytes: read and written by that.
         kernels: the Mosaic kernels by the name of their instruction.
@@ -96,7 +96,7 @@ def _of_computation(module: Module, place: Place) -> Estimate:
         elif x.op == "custom-call" and f'custom_call_target="{MOSAIC}"' in x.rest:
             total.kernels[x.name] = KernelCall(1.0, _dynamic_steps(module, x, place))
         elif x.op.removesuffix("-start") in _COLLECTIVES:
-            total.collective_bytes += _collective_bytes(x)
+            total.collective_bytes += _collective_bytes(x, place, module.devices)
     return total
 
 
@@ -156,13 +156,41 @@ def _taps(text: str, axis: int, size: int, steps: int) -> int:
     return int(meets.sum())
 
 
-def _collective_bytes(x: Instruction) -> float:
-    """Of what a collective brings; the start of most asynchronous ones names what it takes first."""
+def _collective_bytes(x: Instruction, place: Place, devices: int | None) -> float:
+    """That a device receives in a collective, by the rings that bring the fewest."""
+    op = x.op.removesuffix("-start")
+    taken = sum((place[name].bytes for name in x.operands if name in place.computation.instructions), 0.0)
+    brought = _brought(x)
+    if op == "collective-permute":
+        return brought
+    # A sum leaves in a narrower dtype at times: what travels is what is added.
+    whole = {"all-reduce": 2 * max(taken, brought), "reduce-scatter": taken}.get(op, brought)
+    group = _group_size(x.rest) or devices
+    return whole if group is None else whole * (group - 1) / group
+
+
+def _brought(x: Instruction) -> float:
+    """Of the result; the start of most asynchronous collectives names what it takes first."""
     if not x.op.endswith("-start") or x.op == "all-reduce-start":
         return x.bytes
     arrays = [(dtype, dims) for dtype, dims in x.shapes if dims]
-    brought = arrays[len(arrays) // 2 :]
-    return sum((item_bytes(dtype) * prod(dims) for dtype, dims in brought), 0.0)
+    return sum((item_bytes(dtype) * prod(dims) for dtype, dims in arrays[len(arrays) // 2 :]), 0.0)
+
+
+def _group_size(text: str) -> int | None:
+    """Devices of a group, which stands as `{{0,2},{1,3}}`, `[2,4]<=[8]` or axes of a mesh; None where all are one."""
+    found = re.search(
+        r"replica_groups=(\{\{(?P<list>[\d,]+)\}|\[(?P<iota>[\d,]+)\]|mesh\[(?P<mesh>[^\]]*)\] ?\{(?P<axes>[^}]*)\})",
+        text,
+    )
+    if found is None:
+        return None
+    if found["list"] is not None:
+        return len(found["list"].split(","))
+    if found["iota"] is not None:
+        return int(found["iota"].split(",")[1])
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found["mesh"])}
+    return prod(sizes[name] for name in re.findall(r"'(\w+)'", found["axes"]))
 
 
 def _where(x: Instruction) -> str:

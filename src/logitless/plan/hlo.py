@@ -81,10 +81,17 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program."""
+    """A compiled program.
+
+    Attributes:
+        computations: by name.
+        entry: where it starts.
+        devices: that run it together, None where the text does not say.
+    """
 
     computations: Mapping[str, Computation]
     entry: str
+    devices: int | None = None
 
     def callee(self, instruction: Instruction, attribute: str) -> Computation:
         """The computation that an attribute (`body`, `calls`, ...) of an instruction names."""
@@ -125,7 +132,8 @@ def parse(text: str) -> Module:
                 current.root = instruction.name if found["root"] else current.root
     if not entry:
         raise ValueError("no HLO program: the text has no ENTRY computation")
-    return Module(computations, entry)
+    found = re.search(r"\bnum_partitions=(\d+)", text.partition("\n")[0])
+    return Module(computations, entry, int(found[1]) if found else None)
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -66,7 +66,8 @@ class ProgramPlan:
             take. All times are None on a card: XLA estimates none for it.
         mxu_use: products over `expected_ms`, as a share of the bfloat16 peak.
         flops: of the products, kernels left out.
-        collective_bytes: results of collectives.
+        collective_bytes: that the device receives in collectives, by rings: (n - 1) / n of what n devices gather or
+            scatter, twice that of a sum which all of them get. No time is estimated for them.
         compile_s: seconds that the compiler took; 0 where it took none.
         cached: whether the answer came from the cache.
         notes: what was assumed, such as the bound of a loop.
