@@ -90,7 +90,7 @@ def test_the_model_is_above_what_the_compiler_took_and_not_far(case):
 def test_every_known_head_has_blocks_that_fit_and_that_are_whole_tiles(chip):
     heads = {head.hidden_size: head for head in HEADS.values()}
     for head, n in itertools.product(heads.values(), (37, 8192)):
-        problem = HeadProblem(n, head.hidden_size, head.vocab_size, BF16, BF16)
+        problem = HeadProblem.of(*arrays(n, head.hidden_size, head.vocab_size), on(chip))
         for kernel in KERNELS:
             if not fits(kernel, problem, chip_of(KINDS[chip]), 16, 256):
                 # A frozen head takes two kernels there.

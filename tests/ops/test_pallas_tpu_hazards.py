@@ -3,12 +3,17 @@
 import collections
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from logitless.ops import pallas_tpu
-from tpu_interpreter import SCALARS, Case, Given, check, given, run
+from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
+from logitless.ops.pallas_tpu import PASSES
+from logitless.ops.softmax import finish
+from logitless.ops.types import TokenStats
+from tpu_interpreter import SCALARS, Case, Given, check, given, run, watched
 
 slow = pytest.mark.slow
 both_dmas = pytest.mark.parametrize("dma", ["eager", "on_wait"])
@@ -64,6 +69,33 @@ def test_a_run_time_number_of_token_blocks_for_some_gradients(wrt, dma):
 def test_a_block_of_the_head_that_leaves_in_several_copies(v, layout):
     """Two staging buffers and four copies a block: a buffer is filled again only once its copy has ended."""
     check(Case(wrt=("lm_head",), blocks=(16, 1024), layout=layout), given(37, 24, v))
+
+
+@both_dmas
+@pytest.mark.parametrize(("v", "layout"), [(896, "DV"), (1936, "VD"), pytest.param(1000, "DV", marks=slow)])
+def test_the_gradient_of_the_head_is_added_to_one_that_stands_there(v, layout, dma):
+    """A buffer is read into, added to and written; 1936 rows end within a block, 1000 columns within a register."""
+    case = Case(layout=layout, blocks=(16, 1024), outputs=("logprobs",), dma=dma)
+    hidden, lm_head, bias, targets, mask, scalars, cotangents = given(37, 24, v).arguments(case)
+    inputs, options = (
+        HeadInputs(hidden, lm_head, bias, targets, mask, scalars),
+        replace(case.options(), wide_gradients=True),
+    )
+    before = jnp.asarray(np.random.default_rng(1).normal(size=lm_head.shape), jnp.float32)
+    wanted = Differentiated((jnp.zeros((), bool),) * 2 + (jnp.zeros((), jnp.int8),))
+
+    @jax.jit
+    def both(inputs, before):
+        running = PASSES.sums(inputs, options, ("logprobs",))
+        residuals = HeadResiduals(inputs, *finish(running, targets < v, v, ("logprobs",)), None, wanted)
+        args = residuals, TokenStats(logprobs=cotangents[0]), cotangents[0] > 0, options
+        return PASSES.gradients(*args), PASSES.gradients(*args, before)
+
+    with watched():
+        alone, onto = jax.tree.map(np.asarray, both(inputs, before))
+    assert alone.lm_head.dtype == np.float32 and np.abs(alone.lm_head).max() > 0.1
+    assert np.array_equal(onto.lm_head, np.asarray(before) + alone.lm_head)
+    assert np.array_equal(onto.hidden, alone.hidden)
 
 
 @pytest.fixture

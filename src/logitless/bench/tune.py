@@ -20,7 +20,7 @@ from logitless.heads import HEADS, Head
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import gradients_by, linear_token_stats_pallas_tpu
 from logitless.ops.pallas_tpu_blocks import TABLE, Blocks, fits, ranked_blocks, share_with_targets
-from logitless.ops.pallas_tpu_vmem import HeadProblem, chip_of
+from logitless.ops.pallas_tpu_vmem import HeadProblem, chip_of, leaves_in_pieces
 from logitless.ops.softmax import Normaliser
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 from logitless.plan import Chip, plan_function, topology
@@ -109,8 +109,9 @@ def _heads(config: TuneConfig) -> list[Head]:
 def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool) -> tuple[dict[str, Any] | None, str]:
     """The row of the table, None where nothing compiled, and what was tried."""
     dtype = jnp.dtype(config.dtype)
-    problem = HeadProblem(config.tokens, head.hidden_size, head.vocab_size, dtype, dtype)
     options = HeadOptions("VD" if head.tied else "DV", platform="tpu", device_kind=chip.device_kind)
+    in_pieces = leaves_in_pieces(head.vocab_size, options.layout)
+    problem = HeadProblem(config.tokens, head.hidden_size, head.vocab_size, dtype, dtype, in_pieces=in_pieces)
     kind = chip_of(chip.device_kind)
     extra = [Blocks(n, v, kind.vmem_bytes, kind.cores) for n, v in config.extra if fits(kernel, problem, kind, n, v)]
     blocks = list(dict.fromkeys([*ranked_blocks(kernel, problem, kind, options)[: config.candidates], *extra]))

@@ -81,7 +81,11 @@ def _running(
 
 
 def _backward(
-    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+    residuals: HeadResiduals,
+    d_stats: TokenStats,
+    active: Bool[Array, " N"],
+    options: HeadOptions,
+    onto: Float[Array, "..."] | None = None,
 ) -> Gradients:
     hidden, lm_head, bias, _, _, scalars = residuals.inputs
     tokens, vocab = cut_problem(hidden, lm_head, active, options)
@@ -97,7 +101,7 @@ def _backward(
 
         return d_tile
 
-    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), residuals.wanted, options, dtype, open_block)
+    return sweep_gradients(tokens, vocab, (hidden, lm_head, bias), residuals.wanted, options, dtype, open_block, onto)
 
 
 _token_stats = head_vjp("chunked", _forward, _backward)

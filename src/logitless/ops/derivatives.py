@@ -122,7 +122,9 @@ class Passes(NamedTuple):
         sums: `(inputs, options, outputs)` to the online softmax of each token, a `logitless.ops.softmax.Running`; a
             target that is none of the columns is V. What it gives for masked tokens is not read.
         gradients: `(residuals, cotangents, active tokens, options)` to the gradients that this part makes. The
-            residuals hold the statistics and the normaliser of the whole vocabulary; their `extra` is not read.
+            residuals hold the statistics and the normaliser of the whole vocabulary; their `extra` is not read. With
+            `onto`, in the dtype of the sums, the gradient of the head is added to it. That of logits takes the
+            residuals as a tuple, which the mask is a part of, and no active tokens.
     """
 
     sums: Callable[..., Any]

@@ -38,6 +38,7 @@ from logitless.ops.pallas_tpu_kernels import (
     forward_kernel,
     sweep_kernel,
 )
+from logitless.ops.pallas_tpu_vmem import leaves_in_pieces
 from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, merge, row_terms, softcap_slope
 from logitless.ops.tiles import Gradients, terms_in_places
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
@@ -122,7 +123,11 @@ def _backward(
 
 
 def _gradients(
-    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+    residuals: HeadResiduals,
+    d_stats: TokenStats,
+    active: Bool[Array, " N"],
+    options: HeadOptions,
+    onto: Float[Array, "..."] | None = None,
 ) -> Gradients:
     """By the kernels that make the logits again."""
     inputs, wanted = residuals.inputs, residuals.wanted
@@ -134,15 +139,20 @@ def _gradients(
         kernels = backward_kernels(inputs.hidden, inputs.lm_head, options)
     found = Gradients(None, None, None)
     for kernel in kernels:
-        some = gradients_by(kernel, residuals, d_stats, active, options)
+        some = gradients_by(kernel, residuals, d_stats, active, options, onto)
         found = Gradients(*(new if old is None else old for old, new in zip(found, some, strict=True)))
     return found
 
 
 def gradients_by(
-    kernel: str, residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+    kernel: str,
+    residuals: HeadResiduals,
+    d_stats: TokenStats,
+    active: Bool[Array, " N"],
+    options: HeadOptions,
+    onto: Float[Array, "..."] | None = None,
 ) -> Gradients:
-    """The wanted gradients that a kernel makes."""
+    """The wanted gradients that a kernel makes, that of the head added to `onto`, whose place it takes."""
     inputs, wanted = residuals.inputs, residuals.wanted
     cut = _cut(kernel, inputs, options)
     tokens = cut_tokens(active, inputs.hidden.shape[0], cut.block_n, even=cut.cores)
@@ -154,7 +164,11 @@ def gradients_by(
         return Gradients(tokens.scatter(d_hidden), None, None)
     # At least one block, of zeros where no token is active: the head's gradient is written in any case.
     blocks = jnp.maximum(tokens.blocks, 1)
-    d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, ring=kernel == "backward")
+    in_place = leaves_in_pieces(cut.vocab, options.layout)
+    ring, start = kernel == "backward", onto if in_place and wanted.lm_head else None
+    d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, start, ring=ring)
+    if onto is not None and d_lm_head is not None and not in_place:
+        d_lm_head += onto
     return Gradients(
         None if d_hidden is None else tokens.scatter(d_hidden).astype(_leaving(inputs.hidden.dtype, cut)),
         d_lm_head,
@@ -246,6 +260,7 @@ def _call(
     scratch: tuple[Any, ...] = (),
     *,
     by_tokens: bool,
+    aliases: dict[int, int] | None = None,
 ) -> Callable[..., Any]:
     """A `pallas_call` over trees of arrays.
 
@@ -258,6 +273,7 @@ def _call(
         out: a tree of blocks and one of shapes for each output.
         scratch: what else it holds.
         by_tokens: whether the grid has the blocks of tokens outside, or those of the vocabulary.
+        aliases: flat arguments whose place a flat result takes.
     """
     specs, shapes = out
 
@@ -270,6 +286,7 @@ def _call(
             out_specs=specs,
             out_shape=shapes_of_kernel(shapes, args),
             scratch_shapes=scratch,
+            input_output_aliases=aliases or {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel" if cut.cores > 1 else "arbitrary", "arbitrary", "arbitrary"),
                 vmem_limit_bytes=cut.vmem_bytes,
@@ -388,20 +405,21 @@ def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Flo
 
 
 def _run_backward(
-    refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated, *, ring: bool
+    refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated, onto: Any, *, ring: bool
 ) -> Gradients:
     """Gradient of hidden states `[K, D]` in float32, of the head in its dtype, and of the bias `[1, V]` in float32."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, False)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    # A copy of its own ends where a register does; a block that the pipeline writes may end anywhere.
-    staged = cut.vocab % LANES == 0
+    # A block that the pipeline writes may end anywhere.
+    staged = leaves_in_pieces(cut.vocab, cut.options.layout)
     dma, common = pltpu.SemaphoreType.DMA, common_dtype(refs.hidden.dtype, refs.lm_head.dtype)
     slots = HiddenRing(None, pltpu.VMEM((RING, cut.block_n, d), cut.dtype), dma((RING,)), dma((RING,)))
     sums = pltpu.VMEM((d, cut.block_v) if cut.v_axis else (cut.block_v, d), cut.dtype)
     leaving = _leaving(refs.lm_head.dtype, cut)
     stage = pltpu.VMEM((2, d, STAGED_COLUMNS) if cut.v_axis else (2, STAGED_COLUMNS, d), leaving)
-    head = HeadScratch(sums, stage, dma((2,))) if staged else HeadScratch(sums, None, None)
+    reads = None if onto is None else dma((2,))
+    head = HeadScratch(sums, stage, reads, dma((2,))) if staged else HeadScratch(sums, None, None, None)
     scratch = BackwardScratch(
         pltpu.VMEM((cut.block_n, cut.block_v), common),
         slots if ring else None,
@@ -417,10 +435,11 @@ def _run_backward(
         jax.ShapeDtypeStruct(refs.lm_head.shape, leaving) if wanted.lm_head else None,
         jax.ShapeDtypeStruct((1, cut.vocab), cut.dtype) if wanted.bias else None,
     )
-    in_specs = [specs, _term_specs(terms, specs)]
+    in_specs = [specs, _term_specs(terms, specs), None if onto is None else whole]
     name, out = "backward" if ring else "d_lm_head", ([out_specs], [shapes])
-    run = _call(backward_kernel, name, blocks, cut, in_specs, out, (scratch,), by_tokens=False)
-    d_hidden, d_lm_head, d_bias = run(refs, terms)[0]
+    aliases = {} if onto is None else {len(jax.tree.leaves((refs, terms))): int(ring)}
+    run = _call(backward_kernel, name, blocks, cut, in_specs, out, (scratch,), by_tokens=False, aliases=aliases)
+    d_hidden, d_lm_head, d_bias = run(refs, terms, onto)[0]
     if d_hidden is not None:
         d_hidden = d_hidden[0] if cut.cores == 1 else jnp.sum(d_hidden, axis=0)
     return Gradients(d_hidden, d_lm_head, d_bias)

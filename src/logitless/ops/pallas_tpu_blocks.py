@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -145,8 +146,8 @@ def _best_seconds(kernel: str, hidden: Shaped, lm_head: Shaped, options: HeadOpt
 
 def has_room(hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> bool:
     """Whether the smallest blocks of every kernel fit, however many tokens there are."""
-    vocab, d = lm_head.shape[options.layout.index("V")], hidden.shape[-1]
-    problem = HeadProblem(1, d, vocab, hidden.dtype, lm_head.dtype)
+    one_token = jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)
+    problem = replace(HeadProblem.of(one_token, lm_head, options), statistics=0)
     chip = chip_of(options.device_kind)
     return all(fits(kernel, problem, chip, ROWS, SUB_COLUMNS) for kernel in ("forward", "d_lm_head", "d_hidden"))
 

@@ -107,12 +107,14 @@ class HeadScratch(NamedTuple):
 
     Attributes:
         sums: a block of the head in float32.
-        staged: `[2, ...]` of `STAGED_COLUMNS` columns in the head's dtype, or None where a block leaves whole.
+        staged: `[2, ...]` of `STAGED_COLUMNS` columns in the dtype that leaves, or None where a block leaves whole.
+        reads: two semaphores where what stands there already is added to, or None.
         writes: two semaphores, or None.
     """
 
     sums: Any
     staged: Any
+    reads: Any
     writes: Any
 
     def leave(self, out: Any, block: Any, cut: Cut, columns: int) -> None:
@@ -121,18 +123,64 @@ class HeadScratch(NamedTuple):
             out[...] = self.sums[...].astype(out.dtype)
             return
         sizes = [min(STAGED_COLUMNS, columns - start) for start in range(0, columns, STAGED_COLUMNS)]
+        pieces = [_Piece(self, out, block, cut, k, size) for k, size in enumerate(sizes)]
+        (self._leave if self.reads is None else self._add)(pieces)
+        for piece in pieces[-2:]:
+            piece.write().wait()
 
-        def copy(k: int) -> Any:
-            first = pl.multiple_of(block * cut.block_v + k * STAGED_COLUMNS, STAGED_COLUMNS)
-            place = out.at[:, pl.ds(first, sizes[k])] if cut.v_axis else out.at[pl.ds(first, sizes[k]), :]
-            staged = self.staged.at[k % 2]
-            return pltpu.make_async_copy(staged.at[cut.of_vocab(0, sizes[k])], place, self.writes.at[k % 2])
-
-        for k, size in enumerate(sizes):
+    def _leave(self, pieces: "list[_Piece]") -> None:
+        for k, piece in enumerate(pieces):
             if k >= 2:
-                copy(k - 2).wait()
-            source = self.sums[cut.of_vocab(k * STAGED_COLUMNS, size)]
-            self.staged[(k % 2, *cut.of_vocab(0, size))] = source.astype(out.dtype)
-            copy(k).start()
-        for k in range(max(0, len(sizes) - 2), len(sizes)):
-            copy(k).wait()
+                pieces[k - 2].write().wait()
+            self.staged[piece.here] = self.sums[piece.source].astype(self.staged.dtype)
+            piece.write().start()
+
+    def _add(self, pieces: "list[_Piece]") -> None:
+        for piece in pieces[:2]:
+            piece.read().start()
+        for k, piece in enumerate(pieces):
+            piece.read().wait()
+            self.staged[piece.here] += self.sums[piece.source]
+            piece.write().start()
+            if k + 2 < len(pieces):
+                # One buffer: what is read next takes the place of what is on its way out.
+                piece.write().wait()
+                pieces[k + 2].read().start()
+
+
+class _Piece(NamedTuple):
+    """`STAGED_COLUMNS` columns of a block of the head, or what is left of them, and their way through a buffer."""
+
+    scratch: HeadScratch
+    out: Any
+    block: Any
+    cut: Cut
+    number: int
+    columns: int
+
+    @property
+    def source(self) -> Any:
+        """In the sums."""
+        return self.cut.of_vocab(self.number * STAGED_COLUMNS, self.columns)
+
+    @property
+    def here(self) -> Any:
+        """In the staging buffers."""
+        return (self.number % 2, *self.cut.of_vocab(0, self.columns))
+
+    def read(self) -> Any:
+        assert self.scratch.reads is not None
+        return pltpu.make_async_copy(self._place, self._staged, self.scratch.reads.at[self.number % 2])
+
+    def write(self) -> Any:
+        return pltpu.make_async_copy(self._staged, self._place, self.scratch.writes.at[self.number % 2])
+
+    @property
+    def _place(self) -> Any:
+        first = self.block * self.cut.block_v + self.number * STAGED_COLUMNS
+        columns = pl.ds(pl.multiple_of(first, STAGED_COLUMNS), self.columns)
+        return self.out.at[:, columns] if self.cut.v_axis else self.out.at[columns, :]
+
+    @property
+    def _staged(self) -> Any:
+        return self.scratch.staged.at[self.number % 2].at[self.cut.of_vocab(0, self.columns)]

@@ -338,10 +338,13 @@ class BackwardScratch(NamedTuple):
     head: HeadScratch | None
 
 
-def backward_kernel(head: HeadRefs, terms: RowTerms, out: GradientRefs, scratch: BackwardScratch, *, cut: Cut) -> None:
+def backward_kernel(
+    head: HeadRefs, terms: RowTerms, onto: Any, out: GradientRefs, scratch: BackwardScratch, *, cut: Cut
+) -> None:
     """Every gradient from one pass over the logits; grid `(cores, vocabulary blocks of a core, token blocks)`.
 
-    Each core has its own blocks of the head and its own `d_hidden`: no two ever add to one array.
+    Each core has its own blocks of the head and its own `d_hidden`: no two ever add to one array. `onto` is what the
+    gradient of the head is added to, in the place of which it is written, or None.
     """
     core, i = pl.program_id(0), pl.program_id(2)
     first = core * cut.blocks_of_core

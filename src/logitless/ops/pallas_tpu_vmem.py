@@ -80,6 +80,7 @@ class HeadProblem:
         head_dtype: of the head.
         statistics: how many numbers a token has beside those of its log-probability: entropy, mean of logits.
         wide_gradients: whether gradients leave in the dtype of the sums.
+        in_pieces: whether the gradient of a block of the head can leave in pieces by the head's layout, too.
     """
 
     tokens: int
@@ -89,13 +90,14 @@ class HeadProblem:
     head_dtype: np.dtype
     statistics: int = 0
     wide_gradients: bool = False
+    in_pieces: bool = False
 
     @classmethod
     def of(cls, hidden: Shaped, lm_head: Shaped, options: HeadOptions) -> "HeadProblem":
         vocab, statistics = lm_head.shape[options.layout.index("V")], {"entropy", "mean_logits"} & {*options.outputs}
         tokens, hidden_size = hidden.shape
         dtypes, wide = (hidden.dtype, lm_head.dtype), options.wide_gradients
-        return cls(tokens, hidden_size, vocab, *dtypes, len(statistics), wide)
+        return cls(tokens, hidden_size, vocab, *dtypes, len(statistics), wide, leaves_in_pieces(vocab, options.layout))
 
     @property
     def common(self) -> np.dtype:
@@ -108,6 +110,11 @@ class HeadProblem:
     def padded(self) -> int:
         """Columns of a row of D as VMEM holds it."""
         return -(-self.hidden_size // LANES) * LANES
+
+
+def leaves_in_pieces(vocab: int, layout: str) -> bool:
+    """Whether the vocabulary ends where a register does, by lanes or by rows: a copy of a kernel's own ends there."""
+    return vocab % (LANES if layout == "DV" else ROWS) == 0
 
 
 def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> dict[str, int]:
@@ -146,7 +153,8 @@ def vmem_of(kernel: str, problem: HeadProblem, block_n: int, block_v: int) -> di
             found["gradient of the hidden states"] = rows * wide + _BUFFERS * rows * gradient
         else:
             # Where a block cannot leave in pieces it leaves whole, through two buffers.
-            leaving = STAGED_COLUMNS * problem.padded() if problem.vocab % LANES == 0 else columns
+            in_pieces = problem.in_pieces or leaves_in_pieces(problem.vocab, "DV")
+            leaving = STAGED_COLUMNS * problem.padded() if in_pieces else columns
             gradient = wide if problem.wide_gradients else head
             found["gradient of the head"] = columns * wide + _BUFFERS * leaving * gradient + _BUFFERS * per_column
         if kernel == "backward":

@@ -97,7 +97,11 @@ def _sums(inputs: HeadInputs, options: HeadOptions, outputs: tuple[str, ...]) ->
 
 
 def _gradients(
-    residuals: HeadResiduals, d_stats: TokenStats, active: Bool[Array, " N"], options: HeadOptions
+    residuals: HeadResiduals,
+    d_stats: TokenStats,
+    active: Bool[Array, " N"],
+    options: HeadOptions,
+    onto: Float[Array, "..."] | None = None,
 ) -> Gradients:
     inputs, wanted = residuals.inputs, residuals.wanted
 
@@ -111,7 +115,8 @@ def _gradients(
     leaving = [
         (d if options.wide_gradients else d.astype(x.dtype)) if flag and x is not None else None for d, flag, x in found
     ]
-    return Gradients(*leaving)
+    found = Gradients(*leaving)
+    return found if onto is None or found.lm_head is None else found._replace(lm_head=onto + found.lm_head)
 
 
 def _logits_sums(logits, targets, mask, scalars, options: HeadOptions, outputs: tuple[str, ...]) -> Running:

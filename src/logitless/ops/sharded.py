@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp, logits_vjp
 from logitless.ops.head_sharding import HeadSharding, head_strategy, on_devices
 from logitless.ops.manual import manual_axes, varying, varying_axes
-from logitless.ops.sharded_device import Device, gradients_of, index, merged, stats_of
+from logitless.ops.sharded_device import LANES, Device, gradients_of, index, merged, stats_of
 from logitless.ops.softmax import Normaliser, finish
 from logitless.ops.tiles import Gradients
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.types import HeadOptions, Layout, LogitScalars, TokenStats
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def _forward(
     device = _device(inputs, options, passes, wanted)
 
     def run(inputs: HeadInputs) -> tuple[TokenStats, Normaliser]:
-        found = stats_of(device, _flat(inputs), outputs)
+        found = stats_of(device, _as_stored(_flat(inputs), options, device), outputs)
         return jax.tree.map(lambda x: x.reshape(inputs.targets.shape), found)
 
     with jax.named_scope(f"logitless_{device.gather or 'sharded'}_forward"):
@@ -90,8 +90,11 @@ def _backward(
 
     def run(inputs: HeadInputs, *rows: Any) -> Gradients:
         stats, normaliser, d_stats, active = jax.tree.map(lambda x: x.reshape(-1), rows)
-        found = gradients_of(device, HeadResiduals(_flat(inputs), stats, normaliser, None, wanted), d_stats, active)
-        return found._replace(hidden=None if found.hidden is None else found.hidden.reshape(inputs.hidden.shape))
+        own = HeadResiduals(_as_stored(_flat(inputs), options, device), stats, normaliser, None, wanted)
+        d_hidden, d_lm_head, d_bias = gradients_of(device, own, d_stats, active)
+        d_hidden = None if d_hidden is None else d_hidden.reshape(inputs.hidden.shape)
+        turned = d_lm_head is not None and device.options.layout != options.layout
+        return Gradients(d_hidden, d_lm_head.T if turned else d_lm_head, d_bias)
 
     specs, rows = _specs(inputs, options), sharding.of_rows()
     out = Gradients(
@@ -132,6 +135,7 @@ def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Di
         head_dtype=inputs.lm_head.dtype,
         trained=None if wanted is None else (wanted.hidden, wanted.lm_head),
     )
+    options = replace(options, layout=_layout(inputs, options, width))
     return Device(sharding, options, passes, width, sharding.vocab_size or width * parts, strategy.name, wanted, manual)
 
 
@@ -153,6 +157,23 @@ def _flat(inputs: HeadInputs) -> HeadInputs:
     mask = None if inputs.mask is None else inputs.mask.reshape(-1)
     hidden = inputs.hidden.reshape(-1, inputs.hidden.shape[-1])
     return inputs._replace(hidden=hidden, targets=inputs.targets.reshape(-1), mask=mask)
+
+
+def _layout(inputs: HeadInputs, options: HeadOptions, width: int) -> Layout:
+    """Of the head as a device has it in memory.
+
+    A TPU keeps `[D, V]` with V inside only where that is a whole number of registers and D is none; else it is
+    `[V, D]` that it can read without a copy.
+    """
+    turned = (
+        options.platform == "tpu" and options.layout == "DV" and width % LANES and not inputs.hidden.shape[-1] % LANES
+    )
+    return "VD" if turned else options.layout
+
+
+def _as_stored(inputs: HeadInputs, options: HeadOptions, device: Device) -> HeadInputs:
+    turned = device.options.layout != options.layout
+    return inputs._replace(lm_head=inputs.lm_head.T) if turned else inputs
 
 
 def sharded_logits(implementation: str, passes: Passes) -> Callable[..., TokenStats]:

@@ -6,7 +6,6 @@ ever on one device.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,10 +24,11 @@ from logitless.ops.softmax import Normaliser, Running, finish, merge, start
 from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, TokenStats
 
-GATHERED_BYTES = 64 * 2**20
+GATHERED_BYTES = 48 * 2**20
 """Of the head's columns, or the tokens, that are on a device at one time, beside those that it owns; as many again are
 on their way, and twice or four times as many are their gradient in float32."""
-COLUMNS_MULTIPLE = 128
+LANES, ROWS = 128, 16
+"""Of a TPU register of 16-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ def _cut_columns(device: Device, inputs: HeadInputs, alone: bool) -> _Cut:
     """All columns at once where they are the device's own and nothing is summed over devices, else by bytes."""
     if alone:
         return _Cut(1, device.width)
-    # Whole registers of a TPU, of all parts together.
-    unit = COLUMNS_MULTIPLE // math.gcd(COLUMNS_MULTIPLE, device.sharers)
+    # Whole registers of a TPU of each part: XLA scatters no others, and gives each device the sum of all instead.
     most = GATHERED_BYTES // (inputs.lm_head.dtype.itemsize * inputs.hidden.shape[1] * device.sharers)
+    unit = LANES if device.v_axis else ROWS
     count = -(-device.width // max(unit, most // unit * unit))
     return _Cut(count, min(device.width, -(-device.width // (count * unit)) * unit))
 
@@ -177,10 +177,10 @@ def _as_head(device: Device, inputs: HeadInputs, block: _Block) -> tuple[HeadInp
         bias = jnp.where(beyond | again, jnp.asarray(-jnp.inf, zeros.dtype), zeros)
     # Which of the parts here holds the target, and where.
     whose, place = inputs.targets // device.width, inputs.targets % device.width - block.start
-    all_parts = device.sharding.size(device.sharding.vocab_axes)
-    order = jnp.full(all_parts, parts.size, jnp.int32).at[parts].set(jnp.arange(parts.size, dtype=jnp.int32))
-    here = jnp.take(order, whose, mode="fill", fill_value=parts.size)
-    found = (inputs.targets < device.vocab) & (here < parts.size) & (place >= block.stale) & (place < block.size)
+    # Compared, not looked up: the TPU compiler dies on a scatter of constants.
+    matches = parts[:, None] == whose[None, :]
+    here = jnp.sum(jnp.where(matches, jnp.arange(parts.size, dtype=jnp.int32)[:, None], 0), axis=0, dtype=jnp.int32)
+    found = (inputs.targets < device.vocab) & jnp.any(matches, axis=0) & (place >= block.stale) & (place < block.size)
     targets = jnp.where(found, here * block.size + place, parts.size * block.size)
     head = inputs._replace(lm_head=weight, bias=bias, targets=targets)
     return head, replace(device.options, sharding=None, padded=device.padded or overlaps)
@@ -297,14 +297,15 @@ def _gradients_of(
     block: _Block,
     d_stats: TokenStats,
     active: Bool[Array, " n"],
+    onto: Array | None = None,
 ) -> Gradients:
-    """What a block of columns gives to each gradient, in the dtype of the sums."""
+    """What a block of columns gives to each gradient, in the dtype of the sums; that of the head added to `onto`."""
     head, options = _as_head(device, residuals.inputs, block)
     if d_stats.mean_logits is not None:
         # The passes take the mean over the columns that they see.
         share = head.lm_head.shape[device.v_axis] / device.vocab
         d_stats = d_stats._replace(mean_logits=d_stats.mean_logits * share)
-    return device.passes.gradients(residuals._replace(inputs=head), d_stats, active, options)
+    return device.passes.gradients(residuals._replace(inputs=head), d_stats, active, options, onto)
 
 
 def _gather(x: Array, axes: Axes, axis: int) -> Array:
@@ -391,11 +392,12 @@ def _gradients_of_chunks(
         here = residuals._replace(
             inputs=inputs._replace(hidden=hidden, targets=targets, mask=active), stats=stats, normaliser=normaliser
         )
-        found, d_hidden = _gradients_of(device, here, own, d_stats, active), total.hidden
+        found, d_hidden = _gradients_of(device, here, own, d_stats, active, total.lm_head), total.hidden
         if d_hidden is not None and found.hidden is not None:
             part = _sum_over(_scatter(found.hidden, sharding.shared, 0), device.adds_hidden)
             d_hidden = chunks.put(d_hidden, part.astype(d_hidden.dtype), i)
-        return Gradients(d_hidden, _added(total.lm_head, found.lm_head), _added(total.bias, found.bias))
+        d_bias = None if total.bias is None or found.bias is None else total.bias + found.bias
+        return Gradients(d_hidden, found.lm_head, d_bias)
 
     total = Gradients(
         jnp.zeros_like(filled[0]) if wanted.hidden else None,
@@ -409,7 +411,3 @@ def _gradients_of_chunks(
 
     d_hidden = None if total.hidden is None else total.hidden[:count]
     return Gradients(d_hidden, leave(total.lm_head, inputs.lm_head), leave(total.bias, inputs.bias))
-
-
-def _added(total: Array | None, part: Array | None) -> Array | None:
-    return None if total is None or part is None else total + part

@@ -44,6 +44,7 @@ def sweep_gradients(
     options: HeadOptions,
     dtype: np.dtype,
     open_block: Callable[[VocabSlice, Array, Array | None], DTile],
+    onto: Float[Array, "..."] | None = None,
 ) -> Gradients:
     """Gradients of hidden states, head and bias from tiles of logit gradients.
 
@@ -55,6 +56,7 @@ def sweep_gradients(
         options: of the head.
         dtype: of the sums.
         open_block: `(columns, their weight, their bias)` to the function that makes the tiles of that block.
+        onto: what the gradient of the head is added to, in `dtype`.
 
     Returns:
         The gradients, None where nobody wants one, each cast once unless `wide_gradients` are asked for.
@@ -81,9 +83,15 @@ def sweep_gradients(
         block = token_step(0, Gradients(total.hidden, None, None))
         if tokens.order.shape[0] > tokens.size:
             block = fori_loop(1, tokens.blocks, token_step, block)
+        d_lm_head = block.lm_head
+        if onto is not None and d_lm_head is not None:
+            if met is not None:
+                # Columns met before have it in their sum already.
+                d_lm_head = jnp.where(jnp.expand_dims(met, 1 - v_axis), 0.0, d_lm_head)
+            d_lm_head += columns.of(total.lm_head, v_axis)
         return Gradients(
             block.hidden,
-            None if block.lm_head is None else columns.put(total.lm_head, block.lm_head, v_axis),
+            None if d_lm_head is None else columns.put(total.lm_head, d_lm_head, v_axis),
             None if block.bias is None else columns.put(total.bias, block.bias, 0),
         )
 
@@ -93,7 +101,7 @@ def sweep_gradients(
     places = (front.shape[0], hidden.shape[1])
     total = Gradients(
         jnp.zeros(places if v_axis else places[::-1], dtype) if wanted.hidden else None,
-        jnp.zeros(lm_head.shape, leaving(lm_head)) if wanted.lm_head else None,
+        (jnp.zeros(lm_head.shape, leaving(lm_head)) if onto is None else onto) if wanted.lm_head else None,
         jnp.zeros(bias.shape, leaving(bias)) if bias is not None and wanted.bias else None,
     )
     total = fori_loop(0, vocab.blocks, vocab_step, total)
