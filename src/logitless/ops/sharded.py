@@ -160,15 +160,13 @@ def _flat(inputs: HeadInputs) -> HeadInputs:
 
 
 def _layout(inputs: HeadInputs, options: HeadOptions, width: int) -> Layout:
-    """Of the head as a device has it in memory.
+    """Of the head as a TPU has it in memory.
 
-    A TPU keeps `[D, V]` with V inside only where that is a whole number of registers and D is none; else it is
-    `[V, D]` that it can read without a copy.
+    XLA keeps `[D, V]` with D inside where D is a whole number of registers and V, of a device, is none: that is
+    `[V, D]`, to be read without a copy.
     """
-    turned = (
-        options.platform == "tpu" and options.layout == "DV" and width % LANES and not inputs.hidden.shape[-1] % LANES
-    )
-    return "VD" if turned else options.layout
+    ragged = width % LANES > 0 and inputs.hidden.shape[-1] % LANES == 0
+    return "VD" if options.platform == "tpu" and ragged else options.layout
 
 
 def _as_stored(inputs: HeadInputs, options: HeadOptions, device: Device) -> HeadInputs:
