@@ -15,10 +15,13 @@ from jax.sharding import PartitionSpec as P
 from logitless.bench.cases import DIFFERENTIATED, Loss, known_head
 from logitless.bench.errors import BenchError
 from logitless.bench.plain import plain_loss
+from logitless.bench.shardings import MeshSharding
 from logitless.losses.linear import cross_entropy, linear_cross_entropy
 from logitless.losses.linear_presets import linear_grpo_loss
 from logitless.losses.policy_presets import grpo_loss
 from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, token_logprobs
+from logitless.ops.head_sharding import HeadSharding, HeadStrategy, head_strategy
+from logitless.ops.pallas_tpu_vmem import ROWS
 from logitless.plan import Topology, topology
 
 PLAIN = "plain_jnp"
@@ -42,6 +45,8 @@ class PlanVariant:
             counted for it, all else in full.
         flat: share of the rest that has no cotangent, such as a group without advantage.
         heads: models that it is planned for; all of the config unless given.
+        sharding: how tokens and head lie over the chips of a topology such as `v6e:2x4`; without it the tokens are
+            split over all of them and the head is on each.
     """
 
     name: str = ""
@@ -50,6 +55,7 @@ class PlanVariant:
     masked: float = 0.0
     flat: float = 0.0
     heads: tuple[str, ...] = ()
+    sharding: MeshSharding | None = None
 
     def __post_init__(self) -> None:
         for key in ("masked", "flat"):
@@ -71,7 +77,8 @@ class PlanConfig:
     Args:
         name: names the record `NAME.jsonl` and the plot `NAME.png`.
         topologies: chips: `v6e`, `v5e`, `v5p`, `v4`, `7x` for one chip, `v6e:2x4` for eight; or a card: `h100`, `a100`,
-            `b200`. On several chips the tokens are split over all of them and the head is on each.
+            `b200`. On several chips the tokens are split over all of them and the head is on each, unless a variant
+            says otherwise by its `sharding`.
         implementations: `plain_jnp` (the loss as it is written without a library), and names that `linear_grpo_loss`
             takes. Gains are to the first one.
         heads: models such as `qwen2.5-7b`, which give D, V, layout and softcap; in place of the next two keys.
@@ -128,7 +135,10 @@ class PlanConfig:
         for key in ("topologies", "implementations", "tokens", "differentiate"):
             _need(bool(getattr(self, key)), f"{key} is empty; give one or more")
         for name in self.topologies:
-            topology(name)
+            devices = topology(name).devices
+            for variant in self.variants:
+                if variant.sharding is not None:
+                    variant.sharding.check(f"plan config: variant {variant.name!r} on {name}", devices)
         known = (PLAIN, "auto", *TOKEN_LOSS_IMPLEMENTATIONS)
         for name in self.implementations:
             _need(name in known, f"implementation {name!r} is unknown; known: {', '.join(known)}")
@@ -204,19 +214,25 @@ def program(
         sequences: on each device.
         positions: T.
     """
-    devices = case.where.devices
-    mesh = None if case.where.shape is None else AbstractMesh((devices,), (TOKENS_AXIS,))
-    batch = sequences * devices
+    laid = _laid(case)
+    mesh = None if laid is None else AbstractMesh(tuple(laid.axes.values()), tuple(laid.axes))
+    # Split over an axis, the vocabulary is padded to whole registers of each part, as trainers pad it.
+    parts = 1 if laid is None else laid.parts(laid.vocab)
+    vocab = case.vocab_size if case.vocab_size % parts == 0 else -(-case.vocab_size // (parts * ROWS)) * parts * ROWS
+    over = None if laid is None or mesh is None else laid.head_sharding(mesh, case.vocab_size)
+    batch = sequences * (1 if laid is None else laid.parts(laid.tokens))
     dtype, wide = jnp.dtype(case.dtype), jnp.float32
-    weight = (case.hidden_size, case.vocab_size) if case.layout == "DV" else (case.vocab_size, case.hidden_size)
-    split, whole = P(TOKENS_AXIS), P()
 
     def shape(dims: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=None if mesh is None else NamedSharding(mesh, spec))
 
-    inputs = (shape((batch, positions, case.hidden_size), dtype, split), shape(weight, dtype, whole))
+    split = P() if over is None else over.token_spec
+    head_spec = P() if over is None else over.head_spec(case.layout)
+    weight = (case.hidden_size, vocab) if case.layout == "DV" else (vocab, case.hidden_size)
+    inputs = (shape((batch, positions, case.hidden_size), dtype, split), shape(weight, dtype, head_spec))
     if case.variant.level == "logits":
-        inputs = (shape((batch, positions, case.vocab_size), dtype, split),)
+        logits_spec = P() if over is None else over.of_rows(over.vocab_axes, 2)
+        inputs = (shape((batch, positions, vocab), dtype, logits_spec),)
     args = (
         *inputs,
         shape((batch, positions), jnp.int32, split),
@@ -225,23 +241,48 @@ def program(
         shape((batch, positions), jnp.bool_, split),  # mask
     )
     argnums = tuple(INPUTS[case.variant.level].index(name) for name in case.differentiate)
-    step = jax.value_and_grad(_loss(case, implementation), argnums)
+    step = jax.value_and_grad(_loss(case, implementation, over), argnums)
     if mesh is None:
         return step, args
 
-    def everywhere(*args: Any) -> Any:
+    def laid_out(*args: Any) -> Any:
         value, gradients = step(*args)
-        # The gradient of the head is a sum over the tokens of all chips.
-        summed = [
-            jax.lax.psum(gradient, TOKENS_AXIS) if name == "lm_head" else gradient
-            for name, gradient in zip(case.differentiate, gradients, strict=True)
-        ]
-        return jax.lax.pmean(value, TOKENS_AXIS), tuple(summed)
+        # As the optimizer has them, whatever else XLA would like.
+        laid = zip(gradients, argnums, strict=True)
+        return value, tuple(jax.lax.with_sharding_constraint(x, inputs[i].sharding) for x, i in laid)
 
-    specs = tuple(whole if name == "lm_head" else split for name in case.differentiate)
-    in_specs = (*((split, whole) if case.variant.level == "hidden" else (split,)), split, split, split, split)
-    # The replication check knows nothing of custom derivatives.
-    return jax.shard_map(everywhere, mesh=mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False), args
+    return laid_out, args
+
+
+def _laid(case: PlanCase) -> MeshSharding | None:
+    """How tokens and head lie on several chips: as the variant says, else all of the head on each."""
+    if case.where.shape is None:
+        return None
+    return case.variant.sharding or MeshSharding({TOKENS_AXIS: case.where.devices}, (TOKENS_AXIS,))
+
+
+def strategy_of(case: PlanCase, tokens: int) -> HeadStrategy | None:
+    """What travels between chips where tokens and vocabulary share axes, None where nothing does.
+
+    Args:
+        case: chips and head.
+        tokens: on each device.
+    """
+    laid = _laid(case)
+    if laid is None or case.variant.level == "logits":
+        return None
+    mesh = AbstractMesh(tuple(laid.axes.values()), tuple(laid.axes))
+    trained = tuple(name in case.differentiate for name in DIFFERENTIATED)
+    found = head_strategy(
+        laid.head_sharding(mesh),
+        tokens * laid.parts(laid.tokens),
+        case.hidden_size,
+        case.vocab_size,
+        hidden_dtype=case.dtype,
+        head_dtype=case.dtype,
+        trained=(trained[0], trained[1]),
+    )
+    return found if found.name else None
 
 
 def donated(case: PlanCase) -> tuple[int, ...]:
@@ -249,7 +290,7 @@ def donated(case: PlanCase) -> tuple[int, ...]:
     return (0,) if case.variant.level == "logits" else ()
 
 
-def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
+def _loss(case: PlanCase, implementation: str, over: HeadSharding | None) -> Callable[..., Any]:
     """The loss of the case's inputs and what every loss takes."""
     is_plain = implementation == PLAIN
     plain = functools.partial(plain_loss, case.loss, softcap=case.softcap, logit_scale=case.logit_scale)
@@ -263,6 +304,7 @@ def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
             "softcap": case.softcap,
             "logit_scale": case.logit_scale,
             "implementation": implementation,
+            "sharding": over,
         }
         if case.loss == "cross_entropy":
             return linear_cross_entropy(hidden, lm_head, jnp.where(mask, targets, -100), **options)
@@ -275,6 +317,7 @@ def _loss(case: PlanCase, implementation: str) -> Callable[..., Any]:
             "softcap": case.softcap,
             "logit_scale": case.logit_scale,
             "implementation": implementation,
+            "sharding": over,
         }
         if case.loss == "cross_entropy":
             return cross_entropy(logits, jnp.where(mask, targets, -100), **options)

@@ -111,9 +111,18 @@ def plan_words(records: Sequence[Record]) -> Iterator[str]:
         )
         if case["solve"] is not None:
             yield f"{where}: {_solved(record, baseline)}"
+        # Plain jnp lies as XLA likes; records from before there were shardings have no strategy.
+        if record.get("strategy") and record["implementation"] != "plain_jnp":
+            yield f"{where}: {_strategy(record['strategy'])}"
         yield from (f"{where}: {_kernel(kernel)}" for kernel in plan["kernels"])
         yield from (f"{where}: {note}" for note in plan["notes"])
     yield f"Times are a {ESTIMATE}; {spread_words()}. Memory is what the compiled program takes."
+
+
+def _strategy(strategy: Record) -> str:
+    """What travels over the axes that tokens and vocabulary share, and what else could."""
+    sizes = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in strategy["bytes"].items())
+    return f"takes {strategy['name']}; a chip would receive in a step, over the axes of both: {sizes}"
 
 
 def _kernel(kernel: Record) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from logitless.bench.plan_cases import PlanCase, PlanConfig, cases_of, donated, program
+from logitless.bench.plan_cases import PlanCase, PlanConfig, cases_of, donated, program, strategy_of
 from logitless.bench.plan_kernels import has_kernels, kernels_table
 from logitless.bench.plan_report import plan_table, plan_words
 from logitless.bench.plots import plot_plans
@@ -128,5 +128,6 @@ def _plan(config: PlanConfig, case: PlanCase, size: int | None, implementation: 
     return {
         "case": asdict(case) | {"where": where, "tokens": tokens, "solve": config.solve, "most": most},
         "implementation": implementation,
+        "strategy": None if (strategy := strategy_of(case, tokens)) is None else asdict(strategy),
         "plan": plan.record(),
     }
