@@ -3,9 +3,13 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Eight virtual devices share few cores: one that waits for the others 40 s on a busy machine must not end the process.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
 
 import jax
 import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)

@@ -50,16 +50,16 @@ class _Sweep(NamedTuple):
 
 
 def linear_token_loss_one_pass(
-    hidden: Float[Array, "N D"],
+    hidden: Float[Array, "... D"],
     lm_head: Float[Array, "..."],
     bias: Float[Array, " V"] | None,
-    targets: Int[Array, " N"],
-    mask: Bool[Array, " N"] | None,
+    targets: Int[Array, "..."],
+    mask: Bool[Array, "..."] | None,
     token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
-) -> tuple[Float[Array, ""], Float[Array, " N"]]:
+) -> tuple[Float[Array, ""], Float[Array, "..."]]:
     """Loss and log-probabilities of N tokens; the contract is that of `logitless.ops.api.linear_token_loss`."""
     if options.sharding is not None:
         hidden, lm_head, bias = own_copies(hidden, lm_head, bias, options.sharding)
@@ -84,16 +84,16 @@ def sum_of_token_losses(
 
 def linear_token_loss_two_pass(
     run: Callable[..., TokenStats],
-    hidden: Float[Array, "N D"],
+    hidden: Float[Array, "... D"],
     lm_head: Float[Array, "..."],
     bias: Float[Array, " V"] | None,
-    targets: Int[Array, " N"],
-    mask: Bool[Array, " N"] | None,
+    targets: Int[Array, "..."],
+    mask: Bool[Array, "..."] | None,
     token_args: tuple[Shaped[Array, "..."], ...],
     scalars: LogitScalars,
     options: HeadOptions,
     token_loss: TokenLoss,
-) -> tuple[Float[Array, ""], Float[Array, " N"]]:
+) -> tuple[Float[Array, ""], Float[Array, "..."]]:
     """The same by way of `run`, an implementation of `linear_token_stats` with a backward pass of its own."""
     stats = run(hidden, lm_head, bias, targets, mask, scalars, options)
     return sum_of_token_losses(token_loss, stats.logprobs, token_args, mask), lax.stop_gradient(stats.logprobs)
