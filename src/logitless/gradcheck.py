@@ -273,17 +273,24 @@ def gradcheck_values(
     *,
     differentiate: Sequence[str] | None = None,
     oracle_dtype: str = "float64",
+    factor: float = 2.0,
+    floors: Mapping[str, float] | None = None,
+    gates: Mapping[str, float] | None = None,
+    block_sizes: Mapping[str, int] | None = None,
+    reordered: Iterable[Mapping[str, Array]] = (),
 ) -> GradcheckReport:
-    """`gradcheck` of a loss and gradients (`loss`, `d_hidden`, ...) that another framework computed, by the same rule.
+    """`gradcheck`, by the same rule, of what another framework or other devices computed.
 
-    Log-probabilities are not among them: those of `plain` stand in, for the floors.
+    `values` are `loss`, `logprobs` and gradients (`d_hidden`, ...). Where they hold no log-probabilities, those of
+    `plain` stand in, for the floors.
     """
 
     def observe(args, names, expected, from_plain):
         observed = {name: jnp.asarray(value) for name, value in values.items()}
-        return _comparable(observed | {"logprobs": from_plain["logprobs"]}, args, names, expected)
+        return _comparable({"logprobs": from_plain["logprobs"]} | observed, args, names, expected)
 
-    return _judge(observe, plain, args, differentiate, oracle_dtype, 2.0, {}, {}, {}, ())
+    given = (floors or {}, gates or {}, block_sizes or {})
+    return _judge(observe, plain, args, differentiate, oracle_dtype, factor, *given, reordered)
 
 
 def _judge(

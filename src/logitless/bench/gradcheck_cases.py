@@ -1,7 +1,6 @@
 """`logitless gradcheck CONFIG`: the cases of a YAML file, each judged against its float64 oracle."""
 
 import datetime
-import functools
 import math
 import os
 import platform
@@ -18,12 +17,15 @@ from rich.table import Table
 from logitless import __version__
 from logitless.bench.errors import BenchError
 from logitless.bench.gradcheck_inputs import InputFacts, facts_of, make_arrays, reorder
+from logitless.bench.gradcheck_sharded import ShardingCase, sharded_values
 from logitless.bench.records import append_records, commit_of_package, results_folder
-from logitless.gradcheck import GradcheckReport, gradcheck
+from logitless.bench.shardings import start_devices
+from logitless.gradcheck import GradcheckReport, gradcheck, gradcheck_values
 from logitless.heads import head as known_head
 from logitless.losses.linear_presets import linear_grpo_loss
 from logitless.losses.policy_presets import grpo_loss
 from logitless.ops.api import linear_logprobs, token_logprobs
+from logitless.ops.head_sharding import HeadSharding
 
 ABSOLUTE = (
     "abs_diff_loss",
@@ -52,6 +54,7 @@ class GradcheckCase:
         level: hidden checks linear_logprobs, logits checks token_logprobs.
         implementation: the candidate, as linear_grpo_loss takes it (token_logprobs at the logits level).
         block_sizes: any of block_n, block_v, block_d, block_bytes.
+        sharding: lays the candidate's arrays over a mesh of all `devices`; plain jnp and the oracle stay on one.
         temperature: divides the logits.
         softcap: final softcap; the head's own unless given.
         logit_scale: multiplies the logits; the head's own unless given.
@@ -83,6 +86,7 @@ class GradcheckCase:
     level: Literal["hidden", "logits"] = "hidden"
     implementation: str = "auto"
     block_sizes: dict[str, int] = field(default_factory=dict)
+    sharding: ShardingCase | None = None
     temperature: float = 1.0
     softcap: float | None = None
     logit_scale: float | None = None
@@ -114,11 +118,13 @@ class GradcheckConfig:
 
     Attributes:
         cases: the comparisons, in order.
+        devices: how many the run needs; on a CPU they are virtual.
         results_dir: folder to which gradcheck.jsonl is appended, one record a case.
         beside: figures to show beside the errors: by the column's title and then by record name.
     """
 
     cases: list[GradcheckCase]
+    devices: int = 1
     results_dir: str = "results"
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -138,7 +144,10 @@ def run_gradcheck(config: GradcheckConfig) -> int:
     """
     if not config.cases:
         raise BenchError("cases is empty: give at least one case")
-    resolved = [resolve(case) for case in config.cases]
+    if config.devices < 1:
+        raise BenchError(f"devices is {config.devices}; it must be at least 1")
+    start_devices(config.devices)
+    resolved = [resolve(case, config.devices) for case in config.cases]
     _check_keys("beside", [key for figures in config.beside.values() for key in figures], ABSOLUTE)
     path = results_folder(config.results_dir) / "gradcheck.jsonl"
     console = Console(soft_wrap=True)
@@ -150,13 +159,13 @@ def run_gradcheck(config: GradcheckConfig) -> int:
     origin = _origin()
     for case in resolved:
         with error_console.status(f"{case.case.name}: {case.describe()}"):
-            worst_seed, (facts, report), broken = _run_case(case)
+            worst_seed, worst, broken = _run_case(case)
         failures += [f"{case.case.name} (seed {seed}): {failure}" for seed, failure in broken]
         title = f"{case.case.name}, seed {worst_seed}"
-        console.print(_table(title, report, config.beside, ok=not broken))
-        console.print(str(facts), markup=False, highlight=False)
-        record = origin | case.record() | report.record() | facts.record()
-        records.append(record | {"seed": worst_seed, "ok": not broken})
+        console.print(_table(title, worst.report, config.beside, ok=not broken))
+        console.print(str(worst.facts), markup=False, highlight=False)
+        record = origin | case.record() | worst.report.record() | worst.facts.record()
+        records.append(record | {"seed": worst_seed, "ok": not broken, "failures": list(worst.failures)})
     for failure in failures:
         error_console.print(f"FAILED {failure}", markup=False)
     append_records(path, records)
@@ -174,12 +183,14 @@ class ResolvedCase:
     vocab_size: int
     softcap: float | None
     logit_scale: float
+    sharding: HeadSharding | None = None
 
     def check_with_the_door(self) -> None:
         """Traces the candidate and its gradient without arrays, so that the door refuses before any work."""
 
         def total(moving: dict[str, Any], still: dict[str, Any]) -> Any:
-            return jnp.sum(self.call(moving | still, self.case.implementation))
+            loss, logprobs = self.candidate(**moving, **still)
+            return loss + jnp.sum(logprobs)
 
         shapes = self.shapes()
         moving = {name: shapes.pop(name) for name in self.case.moving}
@@ -192,7 +203,7 @@ class ResolvedCase:
         case = self.case
         return (
             f"{case.implementation}, {case.level} level, N={case.tokens} D={self.hidden_size} V={self.vocab_size}, "
-            f"{case.dtype}"
+            f"{case.dtype}{'' if case.sharding is None else f', over {case.sharding}'}"
         )
 
     def record(self) -> dict[str, Any]:
@@ -212,6 +223,7 @@ class ResolvedCase:
             "kl_coef": case.kl_coef,
             "mask_fraction": case.mask_fraction,
             "frozen_head": case.frozen_head,
+            "sharding": None if case.sharding is None else str(case.sharding),
             "seeds": list(case.seeds),
             "factor": case.factor,
             "orders": case.orders,
@@ -221,57 +233,74 @@ class ResolvedCase:
     def shape(self) -> tuple[int, int]:
         return self.case.sequences, self.case.tokens // self.case.sequences
 
+    @property
+    def width(self) -> int:
+        """V of the candidate's arrays, with their padding."""
+        padded = None if self.case.sharding is None else self.case.sharding.pad_vocab_to
+        return self.vocab_size if padded is None else padded
+
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of the call to the op."""
+        """The arrays of the candidate's loss, with the padding of its vocabulary."""
         case, dtype = self.case, jnp.dtype(self.case.dtype)
+        rows = ("old_logprobs", "advantages", *(("ref_logprobs",) if case.kl_coef else ()))
         arrays = {
             "targets": jax.ShapeDtypeStruct(self.shape, jnp.int32),
             "mask": jax.ShapeDtypeStruct(self.shape, jnp.bool_),
+            **{name: jax.ShapeDtypeStruct(self.shape, jnp.float32) for name in rows},
         }
         if case.level == "logits":
-            return arrays | {"logits": jax.ShapeDtypeStruct((*self.shape, self.vocab_size), dtype)}
-        sizes = {"D": self.hidden_size, "V": self.vocab_size}
+            return arrays | {"logits": jax.ShapeDtypeStruct((*self.shape, self.width), dtype)}
+        sizes = {"D": self.hidden_size, "V": self.width}
         arrays["hidden"] = jax.ShapeDtypeStruct((*self.shape, self.hidden_size), dtype)
         arrays["lm_head"] = jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in case.layout), dtype)
         if case.bias:
-            arrays["bias"] = jax.ShapeDtypeStruct((self.vocab_size,), dtype)
+            arrays["bias"] = jax.ShapeDtypeStruct((self.width,), dtype)
         return arrays
 
-    def _options(self, implementation: str) -> dict[str, Any]:
+    def _options(self, implementation: str, sharding: HeadSharding | None) -> dict[str, Any]:
         case = self.case
         options: dict[str, Any] = {
             "temperature": case.temperature,
             "softcap": self.softcap,
             "logit_scale": self.logit_scale,
             "implementation": implementation,
+            "sharding": sharding,
             "block_sizes": (case.block_sizes or None) if implementation != "reference" else None,
         }
         return options if case.level == "logits" else options | {"layout": case.layout}
 
-    def call(self, arrays: Mapping[str, Any], implementation: str) -> Any:
+    def call(self, arrays: Mapping[str, Any], implementation: str, sharding: HeadSharding | None = None) -> Any:
         """Log-probabilities of the arrays by an implementation."""
         if self.case.level == "logits":
-            options = self._options(implementation)
+            options = self._options(implementation, sharding)
             return token_logprobs(arrays["logits"], arrays["targets"], mask=arrays["mask"], **options)
         # One pass alone has none: without a gradient it is the forward pass of chunked.
-        options = self._options("chunked" if implementation == "one_pass" else implementation)
+        options = self._options("chunked" if implementation == "one_pass" else implementation, sharding)
         head = (arrays["hidden"], arrays["lm_head"], arrays["targets"])
         return linear_logprobs(*head, bias=arrays.get("bias"), mask=arrays["mask"], **options)
 
-    def loss(self, implementation: str, **arrays: Any) -> tuple[Any, Any]:
+    def loss(self, implementation: str, sharding: HeadSharding | None = None, /, **arrays: Any) -> tuple[Any, Any]:
         """The GRPO loss, as its caller would have it, and the log-probabilities."""
-        logprobs = self.call(arrays, implementation)
+        logprobs = self.call(arrays, implementation, sharding)
         rest = (arrays["old_logprobs"], arrays["advantages"], arrays["mask"])
         kl: dict[str, Any] = {"kl_coef": self.case.kl_coef, "ref_logprobs": arrays.get("ref_logprobs")}
         if self.case.level == "logits":
             return grpo_loss(logprobs, *rest, **kl).loss, logprobs
         head = (arrays["hidden"], arrays["lm_head"], arrays["targets"])
-        options: dict[str, Any] = self._options(implementation) | {"bias": arrays.get("bias")} | kl
+        options: dict[str, Any] = self._options(implementation, sharding) | {"bias": arrays.get("bias")} | kl
         return linear_grpo_loss(*head, *rest, **options).loss, logprobs
 
+    def candidate(self, **arrays: Any) -> tuple[Any, Any]:
+        """The loss and the log-probabilities that are judged."""
+        return self.loss(self.case.implementation, self.sharding, **arrays)
 
-def resolve(case: GradcheckCase) -> ResolvedCase:
-    """The case with its numbers looked up.
+    def plain(self, **arrays: Any) -> tuple[Any, Any]:
+        """Those that judge."""
+        return self.loss("reference", **arrays)
+
+
+def resolve(case: GradcheckCase, devices: int = 1) -> ResolvedCase:
+    """The case with its numbers looked up, and its mesh made of the first `devices`.
 
     Raises:
         BenchError: they do not fit each other, or the implementation cannot run them.
@@ -290,7 +319,11 @@ def resolve(case: GradcheckCase) -> ResolvedCase:
         logit_scale = model.logit_scale if case.logit_scale is None else case.logit_scale
     if hidden_size is None or vocab_size is None:
         raise BenchError(f"case {case.name!r}: give head, or both hidden_size and vocab_size")
-    resolved = ResolvedCase(case, hidden_size, vocab_size, softcap, logit_scale)
+    over = None
+    if case.sharding is not None:
+        shape = case.sequences, case.tokens // case.sequences
+        over = case.sharding.resolve(f"case {case.name!r}: sharding", devices, shape, vocab_size)
+    resolved = ResolvedCase(case, hidden_size, vocab_size, softcap, logit_scale, over)
     resolved.check_with_the_door()
     return resolved
 
@@ -337,30 +370,44 @@ def _check_keys(what: str, given: Iterable[str], known: Sequence[str]) -> None:
             raise BenchError(f"{what} has {key!r}, which is no quantity here; known: {', '.join(known)}")
 
 
-def _run_case(resolved: ResolvedCase) -> tuple[int, tuple[InputFacts, GradcheckReport], list[tuple[int, str]]]:
-    """The worst seed with its inputs and report, and the failures of all seeds."""
+@dataclass(frozen=True)
+class _Outcome:
+    """What a seed gave: how hard its inputs are, the report, and what is wrong with the gradient of padding."""
+
+    facts: InputFacts
+    report: GradcheckReport
+    padding: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return (*self.report.failures, *self.padding)
+
+
+def _run_case(resolved: ResolvedCase) -> tuple[int, _Outcome, list[tuple[int, str]]]:
+    """The worst seed with its outcome, and the failures of all seeds."""
     case = resolved.case
-    facts, reports = {}, {}
+    outcomes: dict[int, _Outcome] = {}
     for seed in case.seeds:
         arrays = make_arrays(resolved, seed)
-        facts[seed] = facts_of(resolved, arrays)
-        if case.peaked and (why := facts[seed].why_not_peaked()):
+        facts = facts_of(resolved, arrays)
+        if case.peaked and (why := facts.why_not_peaked()):
             raise BenchError(f"case {case.name!r}, seed {seed}: its inputs are not peaked: {why}")
-        reports[seed] = gradcheck(
-            functools.partial(resolved.loss, case.implementation),
-            functools.partial(resolved.loss, "reference"),
-            arrays,
-            differentiate=case.moving,
-            oracle_dtype=case.oracle_dtype,
-            factor=case.factor,
-            floors=case.floors,
-            gates=case.gates,
-            block_sizes=case.block_sizes,
-            reordered=reorder(resolved, arrays, case.orders),
-        )
-    worst = max(reports, key=lambda seed: (not reports[seed].ok, reports[seed].spent))
-    found = facts[worst], reports[worst]
-    return worst, found, [(seed, failure) for seed, report in reports.items() for failure in report.failures]
+        judged_by: dict[str, Any] = {
+            "differentiate": case.moving,
+            "oracle_dtype": case.oracle_dtype,
+            "factor": case.factor,
+            "floors": case.floors,
+            "gates": case.gates,
+            "block_sizes": case.block_sizes,
+            "reordered": reorder(resolved, arrays, case.orders),
+        }
+        if resolved.sharding is None:
+            outcomes[seed] = _Outcome(facts, gradcheck(resolved.candidate, resolved.plain, arrays, **judged_by))
+        else:
+            values, padding = sharded_values(resolved, resolved.sharding, arrays)
+            outcomes[seed] = _Outcome(facts, gradcheck_values(values, resolved.plain, arrays, **judged_by), padding)
+    worst = max(outcomes, key=lambda seed: (bool(outcomes[seed].failures), outcomes[seed].report.spent))
+    return worst, outcomes[worst], [(seed, failure) for seed, one in outcomes.items() for failure in one.failures]
 
 
 def _table(title: str, report: GradcheckReport, beside: Mapping[str, Mapping[str, float]], *, ok: bool) -> Table:

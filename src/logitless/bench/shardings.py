@@ -63,8 +63,8 @@ class MeshSharding:
             raise BenchError(f"{what}: axes is {{{mesh}}}; name at least one axis, with at least 1 device along each")
         if self.size != devices:
             raise BenchError(
-                f"{what}: axes {{{mesh}}} make {self.size} devices, and there are {devices}; their product must be "
-                "the number of devices"
+                f"{what}: axes {{{mesh}}} make {self.size} devices, and the run has {devices}; change axes, or the "
+                "number of devices that the run asks for"
             )
         for key, axes in self.split.items():
             for axis in axes:
@@ -91,9 +91,12 @@ def start_devices(count: int) -> None:
     """
     if count == 1:
         return
-    # XLA reads the environment when its first backend starts. What the user says comes last there and wins.
+    # XLA reads the environment when its first backend starts. Of a flag given twice the last counts: the user's.
     given = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in COLLECTIVE_FLAGS if flag not in given), *given])
+    # XLA has a thread for each device or core, whichever are more. Where each is inside a callback of a kernel in JAX's
+    # simulation of a TPU, and that waits for one more to copy its array, none is left, and the run stands still.
+    os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, 2 * count)))
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
