@@ -42,7 +42,7 @@ from logitless.losses.token_local import (
     with_slope_of,
 )
 from logitless.ops.api import TOKEN_LOSS_IMPLEMENTATIONS, linear_token_loss, linear_token_stats, token_stats
-from logitless.ops.head_sharding import HeadSharding
+from logitless.ops.head_sharding import Sharding
 from logitless.ops.types import Layout, PrecisionLike, TokenStats
 
 
@@ -53,7 +53,7 @@ class LogitOptions(TypedDict, total=False):
     softcap: Scalar | None
     logit_scale: Scalar
     implementation: str
-    sharding: HeadSharding | None
+    sharding: Sharding
     block_sizes: BlockSizes | None
 
 

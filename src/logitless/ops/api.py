@@ -23,7 +23,7 @@ from logitless.ops.checks import check_dtypes, check_head, check_options, check_
 from logitless.ops.choice import auto_token_loss, auto_token_stats, check_bytes, check_choice
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.chunked_logits import token_stats_chunked
-from logitless.ops.head_sharding import HeadSharding, lay_out, lay_out_head, lay_out_logits
+from logitless.ops.head_sharding import Sharding, lay_out, lay_out_head, lay_out_logits
 from logitless.ops.one_pass import TokenLoss, linear_token_loss_one_pass, linear_token_loss_two_pass
 from logitless.ops.pallas_tpu import interpreted, linear_token_stats_pallas_tpu
 from logitless.ops.pallas_tpu_logits import token_stats_pallas_tpu
@@ -79,7 +79,7 @@ def linear_token_stats(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: HeadSharding | None = None,
+    sharding: Sharding = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> TokenStats:
@@ -171,7 +171,7 @@ def linear_logprobs(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: HeadSharding | None = None,
+    sharding: Sharding = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> Float[Array, "..."]:
@@ -247,7 +247,7 @@ def linear_token_loss(
     mask: MaskArray | None = None,
     logits_dtype: str | None = None,
     implementation: str = "auto",
-    sharding: HeadSharding | None = None,
+    sharding: Sharding = None,
     block_sizes: BlockSizes | None = None,
     precision: PrecisionLike = None,
 ) -> tuple[Float[Array, ""], Float[Array, "..."]]:
@@ -344,7 +344,7 @@ def token_stats(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: HeadSharding | None = None,
+    sharding: Sharding = None,
     block_sizes: BlockSizes | None = None,
 ) -> TokenStats:
     """Log-probability, log-sum-exp, entropy and mean logit of every token, from logits that exist already.
@@ -415,7 +415,7 @@ def token_logprobs(
     logit_scale: Scalar = 1.0,
     mask: MaskArray | None = None,
     implementation: str = "auto",
-    sharding: HeadSharding | None = None,
+    sharding: Sharding = None,
     block_sizes: BlockSizes | None = None,
 ) -> Float[Array, "..."]:
     """Per-token log-probabilities of `targets`, from logits that exist already.

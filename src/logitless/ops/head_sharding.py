@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from logitless._arrays import check_name
 from logitless.ops.manual import Axes, axes_of_type, manual_axes
 
+if TYPE_CHECKING:
+    MeshLike = Mesh | AbstractMesh
+    Strategy = Literal["auto", "gather_head", "gather_tokens"]
+else:
+    # What is none of these is refused in words.
+    MeshLike, Strategy = object, str
 STRATEGIES = ("gather_head", "gather_tokens")
 SUM_BYTES = 4
 """Of a gradient that is added up over devices: float32."""
@@ -53,11 +59,11 @@ class HeadSharding:
     https://arxiv.org/abs/2304.11277. Departures: the head is never gathered whole.
     """
 
-    mesh: Mesh | AbstractMesh
+    mesh: MeshLike
     tokens: Sequence[str] | PartitionSpec | str = ("data",)
     vocab: Sequence[str] | str = ("tensor",)
     vocab_size: int | None = None
-    head: Literal["auto", "gather_head", "gather_tokens"] = "auto"
+    head: Strategy = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -125,6 +131,13 @@ class HeadSharding:
     @property
     def _vocab_entry(self) -> Axes | None:
         return self.vocab_axes or None
+
+
+if TYPE_CHECKING:
+    Sharding = HeadSharding | None
+else:
+    # The door refuses what is none, in words.
+    Sharding = object
 
 
 def axes_of(entry: object) -> Axes:

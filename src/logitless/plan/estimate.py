@@ -11,6 +11,7 @@ from logitless.plan.loops import Place, trip_count, value_of
 from logitless.plan.program import MOSAIC
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_SCATTERED = "all-reduce-scatter"
 _MOVES = ("copy", "slice", "dynamic-slice", "pad", "concatenate", "transpose", "bitcast", "reshape", "reverse")
 _NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element")
 
@@ -90,6 +91,9 @@ def _of_computation(module: Module, place: Place) -> Estimate:
             if x.cycles is not None:
                 # Those of a fusion are its own, whatever stands inside.
                 inside.cycles = 0.0
+            if called.computation.name.startswith(_SCATTERED):
+                # Of a sum that is then cut, which a TPU does as one, each device receives its own part.
+                inside.collective_bytes /= 2
             total.add(inside)
         elif x.op in ("dot", "convolution"):
             total.flops += _flops(x, place)
