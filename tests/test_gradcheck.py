@@ -1,6 +1,7 @@
 import functools
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -231,7 +232,7 @@ def test_of_several_orders_the_largest_error_of_the_plain_loss_counts():
         return loss + 1.5, logprobs
 
     exact, lossy = (jnp.asarray(x, jnp.float32) for x in ([1e8, -1e8, 1.0], [1e8, 1.0, -1e8]))
-    rest = {"floors": {"abs_diff_loss": 0.0}}
+    rest: Any = {"floors": {"abs_diff_loss": 0.0}}
     alone = gradcheck(candidate, plain, {"hidden": exact}, **rest)
     assert [failure.split(":")[0] for failure in alone.failures] == ["loss"]
     report = gradcheck(candidate, plain, {"hidden": exact}, **rest, reordered=[{"hidden": lossy}])

@@ -336,7 +336,7 @@ HIDDEN, HEAD, TARGETS = jnp.ones((2, 3, 4)), jnp.ones((4, 7)), jnp.zeros((2, 3),
         ({"block_sizes": {"block_m": 8}}, ValueError, r"block_m"),
         ({"block_sizes": {"block_n": 0}}, ValueError, r"block_n.*at least 1"),
         ({"logits_dtype": "int8"}, ValueError, r"logits_dtype='int8'"),
-        ({"sharding": "data"}, NotImplementedError, r"sharding='data' is not built yet"),
+        ({"sharding": "data"}, TypeError, r"sharding is 'data'; give a logitless.HeadSharding"),
     ],
 )
 def test_bad_input_is_refused_with_what_was_given_and_what_is_needed(change, error, says):

@@ -82,7 +82,7 @@ def test_the_gradient_of_the_head_is_added_to_one_that_stands_there(v, layout, d
         replace(case.options(), wide_gradients=True),
     )
     before = jnp.asarray(np.random.default_rng(1).normal(size=lm_head.shape), jnp.float32)
-    wanted = Differentiated((jnp.zeros((), bool),) * 2 + (jnp.zeros((), jnp.int8),))
+    wanted = Differentiated((jnp.zeros((), bool), jnp.zeros((), bool), jnp.zeros((), jnp.int8)))
 
     @jax.jit
     def both(inputs, before):

@@ -47,9 +47,8 @@ def specs_of(sharding: HeadSharding) -> tuple[P, ...]:
     return sharding.of_rows(ndim=2), sharding.head_spec("DV"), sharding.bias_spec, rows, rows, rows
 
 
-def loss(
-    hidden, lm_head, bias, targets, mask, cotangents, sharding: HeadSharding | None, implementation: str = "chunked"
-):
+def loss(*args: Any, implementation: str = "chunked") -> jax.Array:
+    hidden, lm_head, bias, targets, mask, cotangents, sharding = args
     logprobs = linear_logprobs(
         hidden, lm_head, targets, bias=bias, mask=mask, sharding=sharding, implementation=implementation
     )
@@ -58,7 +57,7 @@ def loss(
 
 @functools.cache
 def expected() -> tuple[Any, Any]:
-    return jax.tree.map(np.asarray, jax.value_and_grad(loss, (0, 1, 2))(*given(), None, "reference"))
+    return jax.tree.map(np.asarray, jax.value_and_grad(loss, (0, 1, 2))(*given(), None, implementation="reference"))
 
 
 def check(found: tuple[Any, Any]) -> None:
@@ -141,7 +140,9 @@ def test_one_pass_inside_the_shard_map_of_a_caller():
     sharding = HeadSharding(mesh, tokens=P("data", ("fsdp", "tensor")), vocab=())
     hidden, lm_head, _, targets, mask, cotangents = given()
 
-    def own(hidden, lm_head, targets, mask, cotangents, scale, sharding, implementation):
+    def own(*args: Any) -> jax.Array:
+        hidden, lm_head, targets, mask, cotangents, scale, sharding, implementation = args
+
         def nll(logprob, weight):
             return -weight * logprob
 
@@ -197,7 +198,7 @@ def test_the_simulated_kernels_say_where_they_cannot_be():
     specs = specs_of(sharding)
 
     def own(*args: Any) -> jax.Array:
-        return lax.psum(loss(*args, sharding, INTERPRETED), sharding.token_axes)
+        return lax.psum(loss(*args, sharding, implementation=INTERPRETED), sharding.token_axes)
 
     with pytest.raises(NotImplementedError, match="knows no types of shard_map; give that check_vma=False"):
         jax.eval_shape(jax.shard_map(own, mesh=sharding.mesh, in_specs=specs, out_specs=P()), *given())
@@ -208,7 +209,7 @@ def test_the_simulated_kernels_say_where_they_cannot_be():
         )
 
 
-def call(sharding: Any, name: str = "linear_logprobs", **changes: Any) -> jax.Array:
+def call(sharding: Any, **changes: Any) -> Any:
     hidden, lm_head, _, targets, mask, _ = given()
     args: dict[str, Any] = {"hidden": hidden, "lm_head": lm_head, "targets": targets, "mask": mask} | changes
     return linear_logprobs(args["hidden"], args["lm_head"], args["targets"], mask=args["mask"], sharding=sharding)

@@ -338,8 +338,8 @@ def test_bad_input_is_refused_with_what_was_given_and_what_is_needed(implementat
         run(hidden, head, targets, nll, (1.0,), mask=jnp.ones((2, 2)))
     with pytest.raises(ValueError, match=r"temperature=0; it must be a finite number above 0"):
         run(hidden, head, targets, nll, (1.0,), temperature=0.0)
-    with pytest.raises(NotImplementedError, match=r"sharding='data' is not built yet"):
-        run(hidden, head, targets, nll, (1.0,), sharding="data")
+    with pytest.raises(TypeError, match=r"linear_token_loss: sharding is 'data'; give a logitless.HeadSharding"):
+        run(hidden, head, targets, nll, (1.0,), sharding="data")  # pyright: ignore[reportArgumentType]
 
 
 def test_unknown_names():

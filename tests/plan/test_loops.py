@@ -247,6 +247,15 @@ def test_collectives_count_what_a_device_receives():
     assert sums.collective_bytes == of_known_groups + 32 + of_all
 
 
+def test_a_sum_that_is_scattered_brings_a_device_its_own_part():
+    body = "%all-reduce-scatter.1 (p: f32[512]) -> f32[64] {{\n  %p = f32[512]{{0}} parameter(0)\n"
+    body += "  %s = f32[512]{{0}} all-reduce(%p), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%small\n"
+    body += "  ROOT %c = f32[64]{{0}} dynamic-slice(%s, %i)\n}}\n\nENTRY"
+    fusion = "  %f = f32[64]{0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1"
+    sums = estimate(parse(BODY.replace("ENTRY", body).format(lines=fusion)))
+    assert sums.collective_bytes == 512 * 4 * 7 / 8
+
+
 def test_kernels_are_named_with_the_steps_of_their_dynamic_axes():
     call = 'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/k/pallas_call"}'
     sums = sums_of(

@@ -250,10 +250,14 @@ def lay_out_head(
         lm_head = jnp.pad(lm_head, [(0, more if axis == "V" else 0) for axis in layout])
         bias = None if bias is None else jnp.pad(bias, (0, more))
     specs = (sharding.of_rows(ndim=targets.ndim), sharding.head_spec(layout), sharding.bias_spec, sharding.of_rows())
-    named = zip(("hidden", "lm_head", "bias", "targets"), (hidden, lm_head, bias, targets), specs, strict=True)
-    hidden, lm_head, bias, targets = (lay_out(name, what, x, spec, sharding) for what, x, spec in named)
-    assert hidden is not None and lm_head is not None and targets is not None
-    return sharding, (hidden, lm_head, bias, targets), vocab
+    of_hidden, of_head, of_bias, of_rows = specs
+    laid = (
+        lay_out(name, "hidden", hidden, of_hidden, sharding),
+        lay_out(name, "lm_head", lm_head, of_head, sharding),
+        None if bias is None else lay_out(name, "bias", bias, of_bias, sharding),
+        lay_out(name, "targets", targets, of_rows, sharding),
+    )
+    return sharding, laid, vocab
 
 
 def lay_out_logits(
@@ -328,14 +332,12 @@ def _axes(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axis"
 
 
-def lay_out(name: str, what: str, x: jax.Array | None, spec: PartitionSpec, sharding: HeadSharding) -> jax.Array | None:
+def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: HeadSharding) -> jax.Array:
     """An array as `sharding=` says; raises ValueError for one that is known to lie otherwise.
 
     One that is whole on every device is cut as it should be. Inside a program that XLA partitions nothing is known, and
     XLA moves what it must.
     """
-    if x is None:
-        return None
     scope = get_abstract_mesh()
     mesh = sharding.mesh if scope.empty else scope
     # Axes by which JAX types every array: nothing but the caller moves one along them.

@@ -7,7 +7,7 @@ The head's gradient is added up in float32 over the blocks of tokens: what this 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,7 +208,7 @@ def _sharded_sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOpt
     rows, head_specs = sharding.of_rows(), (sharding.head_spec(options.layout), sharding.bias_spec)
     axes = tuple(axis for axis in sharding.token_axes if axis not in manual_axes())
 
-    def over_devices(x: Array | None) -> Array | None:
+    def over_devices(x: Any) -> Any:
         return x if x is None or not axes else lax.psum(x, axes)
 
     def run(hidden, lm_head, bias, targets, mask, token_args, scalars):
@@ -216,19 +216,19 @@ def _sharded_sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOpt
         flat = hidden.reshape(-1, hidden.shape[-1]), lm_head, bias, targets.reshape(-1), flat_mask, flat_args, scalars
         sweep = _sweep(flat, wanted, (replace(options, sharding=None), token_loss))
         d_hidden = sweep.gradients.hidden
-        gradients = Gradients(
+        gradients = (
             None if d_hidden is None else d_hidden.reshape(hidden.shape),
             over_devices(sweep.gradients.lm_head),
             over_devices(sweep.gradients.bias),
         )
-        return _Sweep(over_devices(sweep.loss), sweep.logprobs.reshape(targets.shape), gradients)
+        return over_devices(sweep.loss), sweep.logprobs.reshape(targets.shape), gradients
 
     of_hidden, args = sharding.of_rows(ndim=primals[3].ndim), primals[5]
     in_specs = (of_hidden, *head_specs, rows, rows, tuple(rows if x.ndim else P() for x in args), P())
-    out_specs = _Sweep(P(), rows, Gradients(of_hidden, *head_specs))
-    sweep = on_devices(run, sharding, in_specs, out_specs)(*primals)
-    gradients = Gradients(*(varying(d, varying_axes(x)) for d, x in zip(sweep.gradients, primals[:3], strict=True)))
-    return _Sweep(*varying(sweep[:2], sharding.token_axes), gradients)
+    out_specs = (P(), rows, (of_hidden, *head_specs))
+    loss, logprobs, gradients = on_devices(run, sharding, in_specs, out_specs)(*primals)
+    gradients = Gradients(*(varying(d, varying_axes(x)) for d, x in zip(gradients, primals[:3], strict=True)))
+    return _Sweep(varying(loss, sharding.token_axes), varying(logprobs, sharding.token_axes), gradients)
 
 
 def _keep_logits(

@@ -6,7 +6,7 @@ What one device does in it stands in `sharded_device.py`, how the arrays lie in 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,9 @@ def _backward(
         own = HeadResiduals(_as_stored(_flat(inputs), options, device), stats, normaliser, None, wanted)
         d_hidden, d_lm_head, d_bias = gradients_of(device, own, d_stats, active)
         d_hidden = None if d_hidden is None else d_hidden.reshape(inputs.hidden.shape)
-        turned = d_lm_head is not None and device.options.layout != options.layout
-        return Gradients(d_hidden, d_lm_head.T if turned else d_lm_head, d_bias)
+        if d_lm_head is not None and device.options.layout != options.layout:
+            d_lm_head = d_lm_head.T
+        return Gradients(d_hidden, d_lm_head, d_bias)
 
     specs, rows = _specs(inputs, options), sharding.of_rows()
     out = Gradients(
@@ -141,8 +142,8 @@ def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Di
 
 def _specs(inputs: HeadInputs, options: HeadOptions) -> HeadInputs:
     sharding: HeadSharding = options.sharding
-    rows = sharding.of_rows()
-    return HeadInputs(
+    rows, trees = sharding.of_rows(), cast(Any, HeadInputs)
+    return trees(
         sharding.of_rows(ndim=inputs.targets.ndim),
         sharding.head_spec(options.layout),
         None if inputs.bias is None else sharding.bias_spec,

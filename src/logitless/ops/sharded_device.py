@@ -119,16 +119,16 @@ class _Block(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """The parts of the vocabulary in `count` blocks of `size` columns each; the last may meet columns twice."""
+    """The parts of the vocabulary in `blocks` blocks of `size` columns each; the last may meet columns twice."""
 
-    count: int
+    blocks: int
     size: int
 
     def fetch(self, device: Device, inputs: HeadInputs, i: Any) -> tuple[Array, Array | None]:
         """Weight and bias of a block, from all who share: the only place where columns of the head are gathered."""
 
         def piece(x: Array, axis: int) -> Array:
-            if self.count > 1:
+            if self.blocks > 1:
                 x = lax.dynamic_slice_in_dim(x, self._first(device, i), self.size, axis)
             return _gather(x, device.sharding.shared, axis)
 
@@ -142,7 +142,7 @@ class _Cut(NamedTuple):
         return jnp.minimum(jnp.asarray(i, jnp.int32) * self.size, device.width - self.size)
 
     def _overlaps(self, device: Device) -> bool:
-        return self.count * self.size > device.width
+        return self.blocks * self.size > device.width
 
 
 def _cut_columns(device: Device, inputs: HeadInputs, alone: bool) -> _Cut:
@@ -211,8 +211,8 @@ def stats_of(device: Device, inputs: HeadInputs, outputs: tuple[str, ...]) -> tu
         running = device.passes.sums(head, options, outputs)
         return running if before is None else _joined(before, running)
 
-    nothing = None if cut.count == 1 else start(inputs.targets.size, _sums_dtype(inputs), outputs)
-    running = _walk(cut.count, functools.partial(cut.fetch, device, inputs), step, nothing)
+    nothing = None if cut.blocks == 1 else start(inputs.targets.size, _sums_dtype(inputs), outputs)
+    running = _walk(cut.blocks, functools.partial(cut.fetch, device, inputs), step, nothing)
     return _finished(device, running, inputs, outputs, device.sharding.vocab_only)
 
 
@@ -244,8 +244,8 @@ def _finished(
         if device.sharding.vocab_axes:
             impossible = lax.pmax(impossible, device.sharding.vocab_axes)
         stats = stats._replace(mean_logits=jnp.where(impossible > 0, -jnp.inf, stats.mean_logits))
-    if inputs.mask is not None:
-        stats = jax.tree.map(lambda x: jnp.where(inputs.mask, x, 0.0), stats)
+    if (mask := inputs.mask) is not None:
+        stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
     return stats, normaliser
 
 
@@ -262,7 +262,7 @@ def gradients_of(device: Device, residuals: HeadResiduals, d_stats: TokenStats, 
         if total is None or part is None:
             return None
         part = _sum_over(_scatter(part, sharding.shared, axis), device.adds_head).astype(total.dtype)
-        if cut.count == 1:
+        if cut.blocks == 1:
             return part
         old = lax.dynamic_slice_in_dim(total, block.start, block.size, axis)
         fresh = jnp.arange(block.size, dtype=jnp.int32) >= block.stale
@@ -280,11 +280,11 @@ def gradients_of(device: Device, residuals: HeadResiduals, d_stats: TokenStats, 
         )
 
     total = Gradients(
-        jnp.zeros(inputs.hidden.shape, dtype) if wanted.hidden and cut.count > 1 else None,
+        jnp.zeros(inputs.hidden.shape, dtype) if wanted.hidden and cut.blocks > 1 else None,
         jnp.zeros_like(inputs.lm_head) if wanted.lm_head else None,
         jnp.zeros_like(inputs.bias) if wanted.bias and inputs.bias is not None else None,
     )
-    total = _walk(cut.count, functools.partial(cut.fetch, device, inputs), step, total)
+    total = _walk(cut.blocks, functools.partial(cut.fetch, device, inputs), step, total)
     if total.hidden is not None:
         d_hidden = _sum_over(total.hidden, device.adds_hidden).astype(inputs.hidden.dtype)
         total = total._replace(hidden=d_hidden)
@@ -323,9 +323,9 @@ def _scatter(x: Array, axes: Axes, axis: int) -> Array:
 
 
 class _Chunks(NamedTuple):
-    """The device's tokens in `count` chunks of `size`, the last filled up with tokens that do not count."""
+    """The device's tokens in `chunks` chunks of `size`, the last filled up with tokens that do not count."""
 
-    count: int
+    chunks: int
     size: int
 
     def fetch(self, device: Device, rows: Any, i: Any) -> Any:
@@ -333,7 +333,7 @@ class _Chunks(NamedTuple):
         first = jnp.asarray(i, jnp.int32) * self.size
 
         def piece(x: Array) -> Array:
-            x = lax.dynamic_slice_in_dim(x, first, self.size, 0) if self.count > 1 else x
+            x = lax.dynamic_slice_in_dim(x, first, self.size, 0) if self.chunks > 1 else x
             return _gather(x, device.sharding.shared, 0)
 
         return jax.tree.map(piece, rows)
@@ -347,7 +347,7 @@ class _Chunks(NamedTuple):
 
     def fill(self, rows: Any, count: int) -> Any:
         """Every array with zeros behind, which are False in a mask."""
-        more = self.count * self.size - count
+        more = self.chunks * self.size - count
         return jax.tree.map(lambda x: jnp.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1)), rows) if more else rows
 
 
@@ -371,9 +371,9 @@ def _stats_of_chunks(device: Device, inputs: HeadInputs, outputs: tuple[str, ...
         found = _finished(device, running, here, outputs, device.sharding.vocab_axes)
         return jax.tree.map(lambda all_, x: chunks.put(all_, chunks.own(device, x), i), total, found)
 
-    empty = jnp.zeros(chunks.count * chunks.size, dtype)
+    empty = jnp.zeros(chunks.chunks * chunks.size, dtype)
     total = TokenStats(**dict.fromkeys(outputs, empty)), Normaliser(empty, empty)
-    found = _walk(chunks.count, functools.partial(chunks.fetch, device, rows), step, total)
+    found = _walk(chunks.chunks, functools.partial(chunks.fetch, device, rows), step, total)
     return jax.tree.map(lambda x: x[:count], found)
 
 
@@ -404,7 +404,7 @@ def _gradients_of_chunks(
         jnp.zeros(inputs.lm_head.shape, dtype) if wanted.lm_head else None,
         jnp.zeros(inputs.bias.shape, dtype) if wanted.bias and inputs.bias is not None else None,
     )
-    total = _walk(chunks.count, functools.partial(chunks.fetch, device, filled), step, total)
+    total = _walk(chunks.chunks, functools.partial(chunks.fetch, device, filled), step, total)
 
     def leave(x: Array | None, like: Array | None) -> Array | None:
         return None if x is None or like is None else _sum_over(x, device.adds_head).astype(like.dtype)

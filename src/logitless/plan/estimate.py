@@ -86,15 +86,7 @@ def _of_computation(module: Module, place: Place) -> Estimate:
             total.add(max(branches, key=lambda branch: (bool(branch.kernels), branch.cycles, branch.flops)))
             total.unknown.append(f"conditional {x.name} ({_where(x)}): its longest branch is counted")
         elif x.op in ("fusion", "call", "async-start"):
-            called = Place(module.callee(x, "to_apply" if x.op == "call" else "calls"), (x, place))
-            inside = _of_computation(module, called)
-            if x.cycles is not None:
-                # Those of a fusion are its own, whatever stands inside.
-                inside.cycles = 0.0
-            if called.computation.name.startswith(_SCATTERED):
-                # Of a sum that is then cut, which a TPU does as one, each device receives its own part.
-                inside.collective_bytes /= 2
-            total.add(inside)
+            total.add(_of_called(module, x, place))
         elif x.op in ("dot", "convolution"):
             total.flops += _flops(x, place)
         elif x.op == "custom-call" and f'custom_call_target="{MOSAIC}"' in x.rest:
@@ -102,6 +94,18 @@ def _of_computation(module: Module, place: Place) -> Estimate:
         elif x.op.removesuffix("-start") in _COLLECTIVES:
             total.collective_bytes += _collective_bytes(x, place, module.devices)
     return total
+
+
+def _of_called(module: Module, x: Instruction, place: Place) -> Estimate:
+    called = Place(module.callee(x, "to_apply" if x.op == "call" else "calls"), (x, place))
+    inside = _of_computation(module, called)
+    if x.cycles is not None:
+        # Those of a fusion are its own, whatever stands inside.
+        inside.cycles = 0.0
+    if called.computation.name.startswith(_SCATTERED):
+        # Of a sum that is then cut, which a TPU does as one, each device receives its own part.
+        inside.collective_bytes /= 2
+    return inside
 
 
 def _add_loop(module: Module, loop: Instruction, place: Place, total: Estimate) -> None:
