@@ -47,6 +47,7 @@ from .ops.api import linear_token_stats as linear_token_stats
 from .ops.api import token_logprobs as token_logprobs
 from .ops.api import token_stats as token_stats
 from .ops.head_sharding import HeadSharding as HeadSharding
+from .ops.head_sharding import count_tokens as count_tokens
 from .ops.head_sharding import head_strategy as head_strategy
 from .ops.types import TokenStats as TokenStats
 

@@ -11,7 +11,14 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logitless import HeadSharding, linear_cross_entropy, linear_grpo_loss, linear_logprobs, token_logprobs
+from logitless import (
+    HeadSharding,
+    count_tokens,
+    linear_cross_entropy,
+    linear_grpo_loss,
+    linear_logprobs,
+    token_logprobs,
+)
 from logitless.ops.api import linear_token_loss
 from logitless.ops.choice import INTERPRETED
 from problems import peaked
@@ -191,6 +198,15 @@ def test_losses_have_the_denominators_of_all_tokens():
         for over in (None, sharding)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, want)
+
+
+def test_the_tokens_of_all_devices_are_counted_inside_a_shard_map_too():
+    sharding, mask = sharding_of("gather_head"), given()[4]
+    assert count_tokens(mask, sharding).item() == mask.sum().item()
+    for checked in (True, False):
+        run: Any = functools.partial(count_tokens, sharding=sharding)
+        own = jax.shard_map(run, mesh=sharding.mesh, in_specs=sharding.token_spec, out_specs=P(), check_vma=checked)
+        assert own(mask).item() == mask.sum().item()
 
 
 def test_the_simulated_kernels_say_where_they_cannot_be():

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+from jaxtyping import Float
 
-from logitless._arrays import check_name
+from logitless._arrays import as_mask, check_name
 from logitless.ops.manual import Axes, axes_of_type, manual_axes
 
 if TYPE_CHECKING:
@@ -208,6 +209,38 @@ def head_strategy(
     }
     best = min(taken, key=lambda name: taken[name])
     return HeadStrategy(best if sharding.head == "auto" else sharding.head, taken)
+
+
+def count_tokens(mask: jax.Array | np.ndarray, sharding: HeadSharding) -> Float[jax.Array, ""]:
+    """Tokens that count on all devices: the denominator of a mean over the tokens of a batch.
+
+    Equal to
+        (mask != 0).sum() over the whole batch, wherever it is called
+
+    Outside `shard_map` an array is that of all devices, and losses have the right denominators by themselves. Inside
+    one of the caller's an array is that of a device: give the losses this number as their total.
+
+    Args:
+        mask: of the shape of `targets`; any number but 0 counts.
+        sharding: by which the tokens are split.
+
+    Returns:
+        One float32 number, the same on every device.
+
+    Raises:
+        TypeError: a mask that is neither bool nor numbers.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> print(count_tokens(jnp.array([[1, 1, 0]]), HeadSharding(mesh, vocab=())))
+        2.0
+
+    Reference: none.
+    """
+    counts = as_mask("count_tokens", mask).astype(jnp.float32).sum()
+    axes = tuple(axis for axis in sharding.token_axes if axis in manual_axes())
+    return jax.lax.psum(counts, axes) if axes else counts
 
 
 def on_devices(run: Callable[..., Any], sharding: HeadSharding, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
