@@ -163,6 +163,7 @@ def check(case: Case, found: Any, ulps: float = 8.0) -> None:
 def several_pieces(monkeypatch):
     """So few bytes at one time that head and tokens come in several pieces, the last of which meets another."""
     monkeypatch.setattr(sharded_device, "GATHERED_BYTES", 4096)
+    monkeypatch.setattr(sharded_device, "SUMMED_BYTES", 4096)
     jax.clear_caches()
     yield
     jax.clear_caches()

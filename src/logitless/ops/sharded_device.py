@@ -27,6 +27,9 @@ from logitless.ops.types import HeadOptions, TokenStats
 GATHERED_BYTES = 48 * 2**20
 """Of the head's columns, or the tokens, that are on a device at one time, beside those that it owns; as many again are
 on their way, and twice or four times as many are their gradient in float32."""
+SUMMED_BYTES = 4 * GATHERED_BYTES
+"""Of the device's own columns whose gradients are summed over devices at one time: nothing of them has to be gathered,
+and the fewer pieces they come in, the less often the gradient of the hidden states is added up."""
 LANES, ROWS = 128, 16
 """Of a TPU register of 16-bit numbers."""
 
@@ -150,7 +153,8 @@ def _cut_columns(device: Device, inputs: HeadInputs, alone: bool) -> _Cut:
     if alone:
         return _Cut(1, device.width)
     # Whole registers of a TPU of each part: XLA scatters no others, and gives each device the sum of all instead.
-    most = GATHERED_BYTES // (inputs.lm_head.dtype.itemsize * inputs.hidden.shape[1] * device.sharers)
+    room = GATHERED_BYTES if device.sharers > 1 else SUMMED_BYTES
+    most = room // (inputs.lm_head.dtype.itemsize * inputs.hidden.shape[1] * device.sharers)
     unit = LANES if device.v_axis else ROWS
     count = -(-device.width // max(unit, most // unit * unit))
     return _Cut(count, min(device.width, -(-device.width // (count * unit)) * unit))
