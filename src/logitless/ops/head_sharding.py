@@ -368,7 +368,8 @@ def _axes(mesh: Mesh | AbstractMesh) -> str:
 def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: HeadSharding) -> jax.Array:
     """An array as `sharding=` says; raises ValueError for one that is known to lie otherwise.
 
-    One that is whole on every device is cut as it should be. Inside a program that XLA partitions nothing is known, and
+    One of which each device has all of its part, and more, is cut as it should be: one that is whole on every device,
+    or `advantages` of sequences that are spread over tokens. Inside a program that XLA partitions nothing is known, and
     XLA moves what it must.
     """
     scope = get_abstract_mesh()
@@ -378,12 +379,14 @@ def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: H
     as_typed = NamedSharding(mesh, _only(spec, explicit))
     if isinstance(x, Tracer):
         given = jax.typeof(x).sharding.spec if explicit else PartitionSpec()
-        if any(given) and _trimmed(given, x.ndim, sharding) != _trimmed(as_typed.spec, x.ndim, sharding):
+        if any(given) and not _holds_parts(given, as_typed.spec, x.ndim, sharding):
             raise _laid_out_otherwise(name, what, x, given, spec, sharding)
         return jax.sharding.reshard(x, as_typed) if explicit else x
     if isinstance(sharding.mesh, Mesh) and not x.sharding.is_fully_replicated:
-        given = x.sharding.spec if isinstance(x.sharding, NamedSharding) else x.sharding
-        if not x.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), x.ndim):
+        given, wanted = x.sharding, NamedSharding(sharding.mesh, spec)
+        given = given.spec if isinstance(given, NamedSharding) and given.mesh == sharding.mesh else given
+        holds = isinstance(given, PartitionSpec) and _holds_parts(given, spec, x.ndim, sharding)
+        if not holds and not x.sharding.is_equivalent_to(wanted, x.ndim):
             raise _laid_out_otherwise(name, what, x, given, spec, sharding)
     if isinstance(sharding.mesh, Mesh) and x.committed and x.sharding.device_set != set(sharding.mesh.devices.flat):
         raise ValueError(
@@ -391,6 +394,12 @@ def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: H
             f"; move it with jax.device_put to {_named(_trimmed(spec, x.ndim, sharding))}"
         )
     return jax.sharding.reshard(x, as_typed) if explicit else x
+
+
+def _holds_parts(given: PartitionSpec, wanted: PartitionSpec, ndim: int, sharding: HeadSharding) -> bool:
+    """Whether each device has what it should: the first of the wanted axes of the mesh, along each of the array."""
+    pairs = zip(_trimmed(given, ndim, sharding), _trimmed(wanted, ndim, sharding), strict=True)
+    return all(axes == those[: len(axes)] for axes, those in pairs)
 
 
 def _laid_out_otherwise(
