@@ -1,5 +1,6 @@
 """Sharded heads where a trainer calls them: explicit and automatic meshes, its own `shard_map`; what is refused."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,8 +20,9 @@ from logitless import (
     linear_logprobs,
     token_logprobs,
 )
-from logitless.ops.api import linear_token_loss
-from logitless.ops.choice import INTERPRETED
+from logitless.ops.api import linear_token_loss, linear_token_stats
+from logitless.ops.choice import INTERPRETED, auto_token_stats
+from logitless.ops.types import HeadOptions
 from problems import peaked
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -309,3 +311,48 @@ def test_kernels_that_meet_a_sharded_array_without_a_sharding():
     found = linear_logprobs(hidden, placed(lm_head, None, "tensor"), targets, implementation="chunked")
     want = linear_logprobs(hidden, lm_head, targets, implementation="reference")
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_only_the_oracle_on_one_device_can():
+    hidden, lm_head, _, targets, _, _ = given()
+    sharding = sharding_of("auto")
+
+    def loss_of(hidden, temperature):
+        options: Any = {"implementation": "reference", "sharding": sharding, "temperature": temperature}
+        return linear_logprobs(hidden, lm_head, targets, **options).sum()
+
+    with pytest.raises(NotImplementedError, match="use implementation='reference' without sharding="):
+        jax.grad(loss_of, 1)(hidden, 1.5)
+    with pytest.raises(NotImplementedError, match="no second derivative; .*'reference' without sharding="):
+        jax.jvp(jax.grad(loss_of), (hidden, 1.5), (hidden, 0.0))
+
+
+def test_a_head_that_is_split_where_the_sharding_splits_nothing():
+    lm_head = given()[1]
+    with pytest.raises(ValueError, match=r"lm_head .* says P\(None, None\).*how it lies$"):
+        call(HeadSharding(mesh_of(), tokens=("data",), vocab=()), lm_head=placed(lm_head, None, "tensor"))
+    with pytest.raises(ValueError, match="HeadSharding has an AbstractMesh; give the Mesh of its devices"):
+        call(HeadSharding(jax.sharding.AbstractMesh((2,), ("data",)), vocab=()))
+
+
+def test_a_row_of_nan_is_not_hidden_by_a_column_that_cannot_be():
+    hidden, lm_head, bias, targets, _, _ = given()
+    for sharding in (None, sharding_of("auto")):
+        stats = linear_token_stats(
+            hidden.at[0, 0].set(jnp.nan),
+            lm_head,
+            targets,
+            bias=bias.at[3].set(-jnp.inf),
+            outputs=("mean_logits",),
+            sharding=sharding,
+        )
+        assert jnp.isnan(stats.mean_logits[0, 0]) and (stats.mean_logits[1] == -jnp.inf).all()
+
+
+def test_auto_takes_no_kernel_whose_summed_gradients_have_no_room():
+    """In 16 MiB of a v4, at D = 4096, a float32 stage of the head's gradient is too much; one of bfloat16 is not."""
+    hidden, lm_head = jnp.zeros((64, 4096), jnp.bfloat16), jnp.zeros((1024, 4096), jnp.bfloat16)
+    alone = HeadOptions("VD", platform="tpu", device_kind="TPU v4")
+    over = dataclasses.replace(alone, sharding=HeadSharding(mesh_of()))
+    arrays: Any = (hidden, lm_head, None)
+    assert auto_token_stats(arrays, alone) == "pallas_tpu" and auto_token_stats(arrays, over) == "chunked"

@@ -216,9 +216,7 @@ def program(
     """
     laid = _laid(case)
     mesh = None if laid is None else AbstractMesh(tuple(laid.axes.values()), tuple(laid.axes))
-    # Split over an axis, the vocabulary is padded to whole registers of each part, as trainers pad it.
-    parts = 1 if laid is None else laid.parts(laid.vocab)
-    vocab = case.vocab_size if case.vocab_size % parts == 0 else -(-case.vocab_size // (parts * ROWS)) * parts * ROWS
+    vocab = _padded_vocab(case, laid)
     over = None if laid is None or mesh is None else laid.head_sharding(mesh, case.vocab_size)
     batch = sequences * (1 if laid is None else laid.parts(laid.tokens))
     dtype, wide = jnp.dtype(case.dtype), jnp.float32
@@ -248,8 +246,8 @@ def program(
     def laid_out(*args: Any) -> Any:
         value, gradients = step(*args)
         # As the optimizer has them, whatever else XLA would like.
-        laid = zip(gradients, argnums, strict=True)
-        return value, tuple(jax.lax.with_sharding_constraint(x, inputs[i].sharding) for x, i in laid)
+        each = zip(gradients, argnums, strict=True)
+        return value, tuple(jax.lax.with_sharding_constraint(x, inputs[i].sharding) for x, i in each)
 
     return laid_out, args
 
@@ -259,6 +257,12 @@ def _laid(case: PlanCase) -> MeshSharding | None:
     if case.where.shape is None:
         return None
     return case.variant.sharding or MeshSharding({TOKENS_AXIS: case.where.devices}, (TOKENS_AXIS,))
+
+
+def _padded_vocab(case: PlanCase, laid: MeshSharding | None) -> int:
+    """V, in whole registers of each part where they do not divide it, as trainers pad it."""
+    parts = 1 if laid is None else laid.parts(laid.vocab)
+    return case.vocab_size if case.vocab_size % parts == 0 else -(-case.vocab_size // (parts * ROWS)) * parts * ROWS
 
 
 def strategy_of(case: PlanCase, tokens: int) -> HeadStrategy | None:
@@ -277,7 +281,7 @@ def strategy_of(case: PlanCase, tokens: int) -> HeadStrategy | None:
         laid.head_sharding(mesh),
         tokens * laid.parts(laid.tokens),
         case.hidden_size,
-        case.vocab_size,
+        _padded_vocab(case, laid),
         hidden_dtype=case.dtype,
         head_dtype=case.dtype,
         trained=(trained[0], trained[1]),

@@ -93,7 +93,8 @@ def linear_token_stats(
     or cotangents of zero) and makes no gradient for an input that is not differentiated (a frozen head). Sums and
     log-probabilities are float32 (float64 for float64 inputs); products of bfloat16 and float16 inputs accumulate in
     float32; the gradient of the logits is cast once to the inputs' dtype. Block sizes change no value beyond rounding.
-    Second derivatives and forward mode raise, as they do for any custom VJP; `implementation="reference"` has both.
+    Second derivatives and forward mode raise, as they do for any custom VJP; `implementation="reference"` has both on
+    one device.
 
     Args:
         hidden: final hidden states, any leading axes, `[..., D]`.
@@ -109,7 +110,8 @@ def linear_token_stats(
             `hidden`, and cost nothing.
         logits_dtype: rounds `hidden @ lm_head + bias` to this dtype, to reproduce a model that does.
         implementation: `"auto"`, or a key of `IMPLEMENTATIONS`. Auto never picks one that holds all logits: it is
-            `"pallas_tpu"` on a TPU where the arrays are bfloat16 or float32 and stand on one device, else `"chunked"`.
+            `"pallas_tpu"` on a TPU where the arrays are bfloat16 or float32 and stand on one device or as `sharding`
+            says, else `"chunked"`.
             `"pallas_tpu_interpret"` runs the TPU kernels in JAX's simulation of a TPU: to check them, and slow.
         sharding: a `logitless.HeadSharding`: how tokens and vocabulary are split over a mesh, None on one device. The
             statistics come back split as the targets are, each gradient as its input is.
@@ -128,7 +130,7 @@ def linear_token_stats(
             temperature, softcap or logit_scale not above 0; tokens that the axes of a sharding do not divide, arrays
             that lie otherwise than it says.
         TypeError: float targets, integer hidden states, a sharding that is no `HeadSharding`.
-        NotImplementedError: a gradient of temperature, softcap or logit_scale (but for "reference");
+        NotImplementedError: a gradient of temperature, softcap or logit_scale (but for "reference" on one device);
             "pallas_tpu" where it cannot run, with what would.
 
     Example:

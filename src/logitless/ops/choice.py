@@ -1,6 +1,7 @@
 """Which implementation runs: what auto picks, and why a named one cannot."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ def auto_token_stats(arrays: Sequence[jax.Array | None], options: HeadOptions) -
         return "chunked"
     # Logits come alone, and their kernels take what room there is.
     hidden, lm_head = (*arrays, None)[:2]
-    return PALLAS if hidden is None or lm_head is None or has_room(hidden, lm_head, options) else "chunked"
+    # Over a mesh their gradients are summed before they are cast.
+    wide = replace(options, wide_gradients=options.sharding is not None)
+    return PALLAS if hidden is None or lm_head is None or has_room(hidden, lm_head, wide) else "chunked"
 
 
 def auto_token_loss(arrays: Sequence[jax.Array | None], count: int, vocab: int, options: HeadOptions) -> str:

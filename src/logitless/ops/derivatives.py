@@ -52,9 +52,14 @@ def values_of(name: str, primals: Any, scalars: Any, implementation: str = "chun
     if any(scalar.perturbed for scalar in jax.tree.leaves(scalars)):
         raise NotImplementedError(
             f"{name}: implementation {implementation!r} does not differentiate temperature, softcap and logit_scale; "
-            "wrap them in jax.lax.stop_gradient, or use implementation='reference'"
+            f"wrap them in jax.lax.stop_gradient, or use implementation='reference'{_alone(implementation)}"
         )
     return jax.tree.map(lambda primal: primal.value, primals)
+
+
+def _alone(implementation: str) -> str:
+    """The oracle itself comes here over a mesh only."""
+    return " without sharding=" if implementation == "reference" else ""
 
 
 def live(cotangents: TokenStats) -> TokenStats:
@@ -74,7 +79,8 @@ def first_only(name: str, implementation: str = "chunked") -> Callable[[Callable
         @guarded.defjvp
         def refuse(options, primals, tangents):
             raise NotImplementedError(
-                f"{name}: implementation {implementation!r} has no second derivative; use implementation='reference'"
+                f"{name}: implementation {implementation!r} has no second derivative; use "
+                f"implementation='reference'{_alone(implementation)}"
             )
 
         @functools.wraps(backward)

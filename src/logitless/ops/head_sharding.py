@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 from jaxtyping import Float
 
-from logitless._arrays import as_mask, check_name
-from logitless.ops.manual import Axes, axes_of_type, manual_axes
+from logitless._arrays import accumulator, as_mask, check_name
+from logitless.ops.manual import Axes, axes_of_type, manual_axes, not_manual
 
 if TYPE_CHECKING:
     MeshLike = Mesh | AbstractMesh
@@ -23,8 +23,6 @@ else:
     # What is none of these is refused in words.
     MeshLike, Strategy = object, str
 STRATEGIES = ("gather_head", "gather_tokens")
-SUM_BYTES = 4
-"""Of a gradient that is added up over devices: float32."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class HeadSharding:
             with fewer bytes in the whole step, as `logitless.head_strategy` says.
 
     Raises:
-        ValueError: an axis that the mesh lacks, the same axis twice in `tokens` or in `vocab`, a vocab_size below 1.
+        ValueError: an axis that the mesh lacks, the same axis twice in `tokens` or in `vocab`, a vocab_size below 1, an
+            unknown `head`.
         TypeError: a mesh that is none.
 
     Example:
@@ -200,7 +199,7 @@ def head_strategy(
     of_token, of_column = (hidden_size * np.dtype(x).itemsize for x in (hidden_dtype, head_dtype))
     to_hidden, to_head = (False, False) if trained is None else trained
     sweeps = 1 if trained is None else 2
-    back = hidden_size * SUM_BYTES
+    back = hidden_size * accumulator(np.dtype(hidden_dtype), np.dtype(head_dtype)).itemsize
     local_tokens = -(-tokens // sharding.size(sharding.token_axes))
     local_vocab = -(-vocab // sharding.size(sharding.vocab_axes))
     taken = {
@@ -254,11 +253,9 @@ def on_devices(run: Callable[..., Any], sharding: HeadSharding, in_specs: Any, o
     if not left.intersection((*sharding.token_axes, *sharding.vocab_axes)):
         return run
 
-    def cut(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(tuple(x for x in axes_of(entry) if x in left) or None for entry in spec))
-
     in_specs, out_specs = (
-        jax.tree.map(cut, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)) for specs in (in_specs, out_specs)
+        jax.tree.map(lambda x: _only(x, tuple(left)), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        for specs in (in_specs, out_specs)
     )
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=left, check_vma=False)
 
@@ -285,8 +282,8 @@ def lay_out_head(
     specs = (sharding.of_rows(ndim=targets.ndim), sharding.head_spec(layout), sharding.bias_spec, sharding.of_rows())
     of_hidden, of_head, of_bias, of_rows = specs
     laid = (
-        lay_out(name, "hidden", hidden, of_hidden, sharding),
-        lay_out(name, "lm_head", lm_head, of_head, sharding),
+        lay_out(name, "hidden", hidden, of_hidden, sharding, hidden.ndim - 1),
+        lay_out(name, "lm_head", lm_head, of_head, sharding, layout.index("D")),
         None if bias is None else lay_out(name, "bias", bias, of_bias, sharding),
         lay_out(name, "targets", targets, of_rows, sharding),
     )
@@ -320,7 +317,7 @@ def _checked(name: str, sharding: object, shape: tuple[int, ...]) -> HeadShardin
     if not isinstance(sharding, HeadSharding):
         raise TypeError(f"{name}: sharding is {sharding!r}; give a logitless.HeadSharding")
     mesh = get_abstract_mesh()
-    if not mesh.empty and dict(mesh.shape) != dict(sharding.mesh.shape):
+    if not mesh.empty and tuple(mesh.shape.items()) != tuple(sharding.mesh.shape.items()):
         raise ValueError(
             f"{name}: the mesh in scope has {_axes(mesh)}, that of sharding= {_axes(sharding.mesh)}; give one mesh"
         )
@@ -329,7 +326,7 @@ def _checked(name: str, sharding: object, shape: tuple[int, ...]) -> HeadShardin
             f"{name}: HeadSharding splits {len(sharding.token_spec)} axes of tokens, and targets has the shape {shape}"
         )
     for i, entry in enumerate(sharding.token_spec):
-        axes = _left(axes_of(entry))
+        axes = not_manual(axes_of(entry))
         size = sharding.size(axes)
         if shape[i] % size:
             raise ValueError(
@@ -341,7 +338,7 @@ def _checked(name: str, sharding: object, shape: tuple[int, ...]) -> HeadShardin
 
 def _true_vocab(name: str, sharding: HeadSharding, given: int) -> tuple[HeadSharding, int, int]:
     """The sharding with its vocab_size, columns to pad with, and the true V, from the columns that the caller holds."""
-    left = _left(sharding.vocab_axes)
+    left = not_manual(sharding.vocab_axes)
     more = -given % sharding.size(left)
     if more and len(left) < len(sharding.vocab_axes):
         raise ValueError(
@@ -352,20 +349,17 @@ def _true_vocab(name: str, sharding: HeadSharding, given: int) -> tuple[HeadShar
     vocab = sharding.vocab_size or everything
     if vocab > everything:
         raise ValueError(f"{name}: HeadSharding has vocab_size={vocab}, and the head has V = {everything} columns")
-    return (replace(sharding, vocab_size=vocab) if more else sharding), more, vocab
-
-
-def _left(axes: Axes) -> Axes:
-    """Those over which no `shard_map` of the caller runs already."""
-    manual = manual_axes()
-    return tuple(axis for axis in axes if axis not in manual)
+    # Where nothing is padded no device need think of it.
+    return replace(sharding, vocab_size=vocab if vocab < everything + more else None), more, vocab
 
 
 def _axes(mesh: Mesh | AbstractMesh) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items()) or "no axis"
 
 
-def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: HeadSharding) -> jax.Array:
+def lay_out(
+    name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: HeadSharding, d_axis: int | None = None
+) -> jax.Array:
     """An array as `sharding=` says; raises ValueError for one that is known to lie otherwise.
 
     One of which each device has all of its part, and more, is cut as it should be: one that is whole on every device,
@@ -380,15 +374,22 @@ def lay_out(name: str, what: str, x: jax.Array, spec: PartitionSpec, sharding: H
     if isinstance(x, Tracer):
         given = jax.typeof(x).sharding.spec if explicit else PartitionSpec()
         if any(given) and not _holds_parts(given, as_typed.spec, x.ndim, sharding):
-            raise _laid_out_otherwise(name, what, x, given, spec, sharding)
+            raise _laid_out_otherwise(name, what, x, given, spec, sharding, d_axis)
         return jax.sharding.reshard(x, as_typed) if explicit else x
-    if isinstance(sharding.mesh, Mesh) and not x.sharding.is_fully_replicated:
+    if not isinstance(sharding.mesh, Mesh):
+        if scope.empty:
+            raise ValueError(
+                f"{name}: {what} is an array, and HeadSharding has an AbstractMesh; give the Mesh of its devices, or "
+                "call it within jax.set_mesh"
+            )
+        return jax.sharding.reshard(x, as_typed) if explicit else x
+    if not x.sharding.is_fully_replicated:
         given, wanted = x.sharding, NamedSharding(sharding.mesh, spec)
         given = given.spec if isinstance(given, NamedSharding) and given.mesh == sharding.mesh else given
         holds = isinstance(given, PartitionSpec) and _holds_parts(given, spec, x.ndim, sharding)
         if not holds and not x.sharding.is_equivalent_to(wanted, x.ndim):
-            raise _laid_out_otherwise(name, what, x, given, spec, sharding)
-    if isinstance(sharding.mesh, Mesh) and x.committed and x.sharding.device_set != set(sharding.mesh.devices.flat):
+            raise _laid_out_otherwise(name, what, x, given, spec, sharding, d_axis)
+    if x.committed and x.sharding.device_set != set(sharding.mesh.devices.flat):
         raise ValueError(
             f"{name}: {what} {tuple(x.shape)} is on {len(x.sharding.device_set)} of {sharding.mesh.size} devices"
             f"; move it with jax.device_put to {_named(_trimmed(spec, x.ndim, sharding))}"
@@ -403,14 +404,18 @@ def _holds_parts(given: PartitionSpec, wanted: PartitionSpec, ndim: int, shardin
 
 
 def _laid_out_otherwise(
-    name: str, what: str, x: jax.Array, given: object, spec: PartitionSpec, sharding: HeadSharding
+    name: str,
+    what: str,
+    x: jax.Array,
+    given: object,
+    spec: PartitionSpec,
+    sharding: HeadSharding,
+    d_axis: int | None,
 ) -> ValueError:
     wanted = _trimmed(spec, x.ndim, sharding)
     is_spec = isinstance(given, PartitionSpec)
     entries = _trimmed(given, x.ndim, sharding) if is_spec else ()
-    # The one axis of these that no sharding splits.
-    d_axes = [i for i in range(x.ndim) if not wanted[i]] if what in ("hidden", "lm_head") else []
-    split = any(i < len(entries) and entries[i] for i in d_axes if what == "lm_head" or i == x.ndim - 1)
+    split = d_axis is not None and is_spec and bool(entries[d_axis])
     return ValueError(
         f"{name}: {what} {tuple(x.shape)} is laid out as {_named(entries) if is_spec else given}, and sharding= says "
         f"{_named(wanted)}; move it with jax.device_put or jax.sharding.reshard to {_named(wanted)}, or say in "

@@ -20,6 +20,12 @@ def manual_axes() -> Axes:
     return axes_of_type(get_abstract_mesh(), AxisType.Manual)
 
 
+def not_manual(axes: Axes) -> Axes:
+    """Those over which no `shard_map` of the caller runs already."""
+    manual = manual_axes()
+    return tuple(axis for axis in axes if axis not in manual)
+
+
 def axes_of_type(mesh: Mesh | AbstractMesh, wanted: AxisType) -> Axes:
     """Axes of a mesh that are automatic, explicit or manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

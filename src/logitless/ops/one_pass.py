@@ -22,7 +22,7 @@ from logitless.ops.blocks import Rows, VocabCut, VocabSlice, cut_tokens
 from logitless.ops.chunked import PASSES, linear_token_stats_chunked
 from logitless.ops.derivatives import Differentiated, first_only, values_of
 from logitless.ops.head_sharding import HeadSharding, on_devices
-from logitless.ops.manual import fori_loop, manual_axes, varying, varying_axes
+from logitless.ops.manual import fori_loop, not_manual, varying, varying_axes
 from logitless.ops.sharded import on_any_mesh, own_copies, sharded_head
 from logitless.ops.softmax import RowTerms, Running, d_logits_tile, finish, meet, row_terms, start
 from logitless.ops.tiles import Gradients, add_products, head_block, logits_tile, vocab_cut
@@ -206,7 +206,7 @@ def _sharded_sweep(primals: tuple, wanted: Differentiated, static: tuple[HeadOpt
     options, token_loss = static
     sharding: HeadSharding = options.sharding
     rows, head_specs = sharding.of_rows(), (sharding.head_spec(options.layout), sharding.bias_spec)
-    axes = tuple(axis for axis in sharding.token_axes if axis not in manual_axes())
+    axes = not_manual(sharding.token_axes)
 
     def over_devices(x: Any) -> Any:
         return x if x is None or not axes else lax.psum(x, axes)

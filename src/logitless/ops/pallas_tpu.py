@@ -165,8 +165,8 @@ def gradients_by(
     # At least one block, of zeros where no token is active: the head's gradient is written in any case.
     blocks = jnp.maximum(tokens.blocks, 1)
     in_place = leaves_in_pieces(cut.vocab, options.layout)
-    ring, start = kernel == "backward", onto if in_place and wanted.lm_head else None
-    d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, start, ring=ring)
+    ring, added_to = kernel == "backward", onto if in_place and wanted.lm_head else None
+    d_hidden, d_lm_head, d_bias = _run_backward(refs, terms, cut, blocks, wanted, added_to, ring=ring)
     if onto is not None and d_lm_head is not None and not in_place:
         d_lm_head += onto
     return Gradients(
@@ -407,7 +407,7 @@ def _run_d_hidden(refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any) -> Flo
 def _run_backward(
     refs: HeadRefs, terms: RowTerms, cut: Cut, blocks: Any, wanted: Differentiated, onto: Any, *, ring: bool
 ) -> Gradients:
-    """Gradient of hidden states `[K, D]` in float32, of the head in its dtype, and of the bias `[1, V]` in float32."""
+    """Gradient of hidden states `[K, D]` in float32, of the head as it leaves, and of the bias `[1, V]` in float32."""
     places, d = refs.hidden.shape
     specs = _specs(refs, cut, False)
     whole = pl.BlockSpec(memory_space=pl.ANY)

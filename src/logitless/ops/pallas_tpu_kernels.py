@@ -321,7 +321,7 @@ class GradientRefs(NamedTuple):
 
     Attributes:
         hidden: `[cores, K, D]` in float32, in HBM.
-        lm_head: in the head's dtype: in HBM, or a block where it leaves whole.
+        lm_head: in the head's dtype, or that of the sums: in HBM, or a block where it leaves whole.
         bias: `[1, block_v]` in float32.
     """
 

@@ -1,4 +1,4 @@
-"""The oracle over a part of the vocabulary: plain jnp that holds its logits, differentiated by JAX up to them."""
+"""Plain jnp over a part of the vocabulary, which holds its logits: no oracle, which is `reference.py` on one device."""
 
 import jax
 import jax.numpy as jnp

@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals, Passes, head_vjp, logits_vjp
 from logitless.ops.head_sharding import HeadSharding, head_strategy, on_devices
-from logitless.ops.manual import manual_axes, varying, varying_axes
-from logitless.ops.sharded_device import LANES, Device, gradients_of, index, merged, stats_of
+from logitless.ops.manual import manual_axes, not_manual, varying, varying_axes
+from logitless.ops.sharded_device import LANES, Device, gradients_of, index, lowered, merged, stats_of
 from logitless.ops.softmax import Normaliser, finish
 from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, Layout, LogitScalars, TokenStats
@@ -124,9 +124,8 @@ def _device(inputs: HeadInputs, options: HeadOptions, passes: Passes, wanted: Di
     sharding: HeadSharding = options.sharding
     width, tokens = inputs.lm_head.shape[options.layout.index("V")], inputs.targets.size
     parts, manual = sharding.size(sharding.vocab_axes), manual_axes()
-    outside = [tuple(x for x in axes if x not in manual) for axes in (sharding.vocab_axes, sharding.token_axes)]
-    width //= sharding.size(outside[0])
-    tokens = tokens // sharding.size(outside[1]) * sharding.size(sharding.token_axes)
+    width //= sharding.size(not_manual(sharding.vocab_axes))
+    tokens = tokens // sharding.size(not_manual(sharding.token_axes)) * sharding.size(sharding.token_axes)
     strategy = head_strategy(
         sharding,
         tokens,
@@ -205,9 +204,8 @@ def _logits_forward(
         if stats.mean_logits is not None and alone.padded:
             # The pass has left -inf out of its sums: of the padding, and of a column that the caller took out.
             true = index(sharding.vocab_axes) * own.shape[1] + jnp.arange(own.shape[1]) < vocab
-            impossible = jnp.any((own == -jnp.inf) & true[None, :], axis=1).astype(jnp.int32)
-            impossible = lax.pmax(impossible, sharding.vocab_axes) if sharding.vocab_axes else impossible
-            stats = stats._replace(mean_logits=jnp.where(impossible > 0, -jnp.inf, stats.mean_logits))
+            impossible = jnp.any((own == -jnp.inf) & true[None, :], axis=1)
+            stats = stats._replace(mean_logits=lowered(stats.mean_logits, impossible, sharding.vocab_axes))
         if counts is not None:
             stats = jax.tree.map(lambda x: jnp.where(counts, x, 0.0), stats)
         return jax.tree.map(lambda x: x.reshape(shape), (stats, normaliser))

@@ -25,8 +25,8 @@ from logitless.ops.tiles import Gradients
 from logitless.ops.types import HeadOptions, TokenStats
 
 GATHERED_BYTES = 48 * 2**20
-"""Of the head's columns, or the tokens, that are on a device at one time, beside those that it owns; as many again are
-on their way, and twice or four times as many are their gradient in float32."""
+"""Of the head's columns, or the tokens, that are on a device at one time, beside those that it owns, but a register of
+each sharer at least; as many again are on their way, and twice or four times as many are their gradient in float32."""
 SUMMED_BYTES = 4 * GATHERED_BYTES
 """Of the device's own columns whose gradients are summed over devices at one time: nothing of them has to be gathered,
 and the fewer pieces they come in, the less often the gradient of the hidden states is added up."""
@@ -235,6 +235,13 @@ def merged(running: Running, axes: Axes) -> Running:
     return merge(running, lambda x: lax.pmax(x, axes), lambda x: lax.psum(x, axes)) if axes else running
 
 
+def lowered(mean: Array, impossible: Array, axes: Axes) -> Array:
+    """The mean of logits, -inf where a logit of any device along `axes` is; NaN stays NaN."""
+    found = impossible.astype(jnp.int32)
+    found = lax.pmax(found, axes) if axes else found
+    return mean + jnp.where(found > 0, -jnp.inf, 0.0).astype(mean.dtype)
+
+
 def _finished(
     device: Device, running: Running, inputs: HeadInputs, outputs: tuple[str, ...], axes: Axes
 ) -> tuple[TokenStats, Normaliser]:
@@ -244,10 +251,8 @@ def _finished(
     if stats.mean_logits is not None and inputs.bias is not None:
         # The passes have left -inf out of their sums, which here may mark a column of another block.
         ids = index(device.sharding.vocab_axes) * device.width + jnp.arange(device.width, dtype=jnp.int32)
-        impossible = jnp.any((inputs.bias == -jnp.inf) & (ids < device.vocab)).astype(jnp.int32)
-        if device.sharding.vocab_axes:
-            impossible = lax.pmax(impossible, device.sharding.vocab_axes)
-        stats = stats._replace(mean_logits=jnp.where(impossible > 0, -jnp.inf, stats.mean_logits))
+        impossible = jnp.any((inputs.bias == -jnp.inf) & (ids < device.vocab))
+        stats = stats._replace(mean_logits=lowered(stats.mean_logits, impossible, device.sharding.vocab_axes))
     if (mask := inputs.mask) is not None:
         stats = jax.tree.map(lambda x: jnp.where(mask, x, 0.0), stats)
     return stats, normaliser
@@ -387,7 +392,7 @@ def _gradients_of_chunks(
     inputs, wanted, sharding = residuals.inputs, residuals.wanted, device.sharding
     count, dtype, chunks = inputs.targets.size, _sums_dtype(inputs), _chunks(device, inputs)
     rows = (inputs.hidden, inputs.targets, residuals.stats, residuals.normaliser, d_stats, active)
-    # A row without a token has a normaliser of 1: its zeros are no NaN.
+    # A row without a token is not active: what its zeros would make is never read.
     filled = chunks.fill(rows, count)
     own = _own_columns(device, inputs)
 

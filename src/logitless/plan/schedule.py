@@ -128,12 +128,16 @@ def read_kernel(
     )
 
 
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\.\d+$", "", name)
+
+
 def _instruction(dump: Path, name: str) -> str:
     names = kernel_names(dump)
     found = [known for known in names if name in (known, known.rpartition(".")[0])]
     if not found:
         # Of kernels that are alike, such as that of a loop and that of its last round, one is compiled.
-        found = [known for known in names if known.rpartition(".")[0] == name.rpartition(".")[0]]
+        found = [known for known in names if _unnumbered(known) == _unnumbered(name)]
     if len(found) != 1:
         raise ScheduleError(f"{len(found)} instructions in {dump} are named {name}; those there: {', '.join(names)}")
     return found[0]
