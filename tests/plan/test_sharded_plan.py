@@ -18,7 +18,9 @@ from logitless.plan import plan_function
 libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
 
 
-def step_of(mesh: AbstractMesh, sharding: HeadSharding, implementation: str, tokens: int, d: int, v: int) -> Any:
+def step_of(
+    mesh: AbstractMesh, sharding: HeadSharding, implementation: str, tokens: int, d: int, v: int
+) -> tuple[Any, Any]:
     """A loss with both gradients, and its arguments; `tokens` on each device."""
 
     def shape(dims: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -54,7 +56,8 @@ def test_both_strategies_compile_and_bring_what_is_said(where, axes, head, imple
     mesh = AbstractMesh(axes, ("fsdp", "tensor"))
     sharding = HeadSharding(mesh, tokens=("fsdp",), vocab=("tensor", "fsdp"), head=head)  # pyright: ignore[reportArgumentType]
     tokens, d, v = 512, 512, 2048 * axes[0] * axes[1]
-    plan = plan_function(*step_of(mesh, sharding, implementation, tokens, d, v), where)
+    fn, args = step_of(mesh, sharding, implementation, tokens, d, v)
+    plan = plan_function(fn, args, where)
     assert plan.reason is None
     # Over `tensor` the gradient of the hidden states is summed, in float32 or as XLA casts it, and numbers of tokens.
     said = head_strategy(sharding, tokens * 8, d, v).bytes[head]
