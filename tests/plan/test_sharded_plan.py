@@ -69,7 +69,7 @@ def test_both_strategies_compile_and_bring_what_is_said(where, axes, head, imple
     assert plan.temp_bytes < own + 8 * d * 2 * max(tokens, v // (axes[0] * axes[1])) + 32 * 2**20
 
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "name": "p",
     "topologies": ("v6e:2x4",),
     "hidden_size": 64,
