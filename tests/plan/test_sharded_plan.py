@@ -96,7 +96,7 @@ def test_a_variant_says_how_tokens_and_head_lie():
 
 def test_a_vocabulary_that_no_part_divides_is_padded_to_whole_registers():
     laid = MeshSharding({"fsdp": 8}, ("fsdp",), ("fsdp",))
-    config = CONFIG | {"vocab_size": 1001}
+    config: dict[str, Any] = {**CONFIG, "vocab_size": 1001}
     (case,) = cases_of(PlanConfig(variants=(PlanVariant("fsdp", sharding=laid),), **config))
     _, (_, lm_head, *_) = program(case, "chunked", 4, 16)
     assert lm_head.shape == (64, 8 * 128)
