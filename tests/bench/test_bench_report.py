@@ -187,7 +187,7 @@ def test_a_page_that_cannot_be_filled_is_left_as_it_is(tmp_path, capsys):
         with_tables("<!-- bench:toy -->\n", tmp_path)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md", "docs/scaling.md"])
 def test_the_pages_of_this_project_hold_the_tables_of_its_records(page):
     text = (ROOT / page).read_text()
     assert with_tables(text, ROOT / "results") == text
