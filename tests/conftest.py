@@ -12,6 +12,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Of eager programs with sums over devices several would be on their way, in which JAX 0.10.2 hangs at times.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @pytest.fixture(autouse=True)

@@ -202,6 +202,25 @@ def test_losses_have_the_denominators_of_all_tokens():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, want)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_advantages_of_sequences_are_cut_as_their_tokens_are(kind):
+    """Spread over its tokens, an advantage of a sequence lies as the sequences do, which are split further."""
+    sharding = HeadSharding(mesh_of(kind), tokens=P("data", "fsdp"), vocab=())
+    hidden, lm_head, _, targets, mask, _ = given()
+    arrays = hidden, lm_head, targets, jnp.asarray([0.5, -1.0]), mask
+    rows = sharding.token_spec
+    specs = sharding.of_rows(ndim=2), P(), rows, P("data"), rows
+    placed = [jax.device_put(x, NamedSharding(sharding.mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+
+    def loss(hidden, lm_head, targets, advantages, mask, over):
+        return linear_grpo_loss(hidden, lm_head, targets, None, advantages, mask, sharding=over).loss
+
+    run = jax.value_and_grad(loss, (0, 1))
+    # Outside `jit` the layout is that of the arrays; inside it is known where it is explicit.
+    found = (run if kind == "Auto" else jax.jit(run, static_argnums=5))(*placed, sharding)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, run(*arrays, None))
+
+
 def test_the_tokens_of_all_devices_are_counted_inside_a_shard_map_too():
     sharding, mask = sharding_of("gather_head"), given()[4]
     assert count_tokens(mask, sharding).item() == mask.sum().item()
