@@ -12,7 +12,8 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Of eager programs with sums over devices several would be on their way, in which JAX 0.10.2 hangs at times.
+# JAX 0.10.2 hangs at times where several programs with sums over devices are on their way: seen over two processes of
+# two devices each, where this alone was no cure; here, in one process, it is a precaution.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
