@@ -1,0 +1,116 @@
+"""Tunix's GRPO options as those of `policy_loss`, and the metrics that Tunix expects beside the loss."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from logitless.losses.aggregate import ratio_or_zero
+from logitless.losses.policy import LossOutput, policy_loss
+from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, luspo_loss
+from logitless.losses.policy_presets_soft import cispo_loss, sapo_loss, vespo_loss
+
+PRESETS: Mapping[str, Callable[..., LossOutput]] = {
+    "grpo": grpo_loss,
+    "bnpo": bnpo_loss,
+    "dr_grpo": dr_grpo_loss,
+    "dapo": dapo_loss,
+    "gspo": gspo_loss,
+    "luspo": luspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "vespo": vespo_loss,
+    "policy": policy_loss,
+}
+"""The losses that `use_logitless(loss=...)` knows by name; "policy" takes every option of `policy_loss`."""
+
+KL_OF_TUNIX = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
+
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "sequence-mean-token-mean": "sequence_mean",
+    "sequence-mean-token-scale": "constant",
+    "seq-mean-token-sum": "sequence_sum",
+    "sequence-mean-token-sum-norm": "sequence_sum",
+}
+
+
+def options_of_tunix(config: Any, max_completion_length: int, has_reference: bool) -> dict[str, Any]:
+    """The options of `policy_loss` that a `GRPOConfig` of Tunix means.
+
+    Args:
+        config: a `GRPOConfig`, or anything with its fields.
+        max_completion_length: T of the batch.
+        has_reference: whether reference log-probabilities are there; the divergence is logged then, whatever `beta`.
+
+    Raises:
+        NotImplementedError: a mode that is not known here.
+    """
+    mode = config.loss_agg_mode
+    if mode not in _AGGREGATIONS:
+        raise NotImplementedError(
+            f"use_logitless: loss_agg_mode={mode!r} is not known; known are {', '.join(map(repr, _AGGREGATIONS))}"
+        )
+    options: dict[str, Any] = {
+        "aggregation": _AGGREGATIONS[mode],
+        "ratio_level": "sequence_token" if config.loss_algo == "gspo-token" else "token",
+        "clip_low": config.epsilon,
+        "clip_high": getattr(config, "epsilon_high", config.epsilon),
+        "delta": getattr(config, "epsilon_c", None),
+    }
+    if options["aggregation"] == "constant":
+        options["max_completion_length"] = max_completion_length
+    if has_reference:
+        options |= divergence_of_tunix(config)
+    elif config.beta:
+        raise ValueError(
+            f"use_logitless: beta={config.beta} needs ref_per_token_logps in the train example; it has None"
+        )
+    return options
+
+
+def divergence_of_tunix(config: Any) -> dict[str, Any]:
+    """The estimator, its factor and its clamp."""
+    if config.kl_loss_mode not in KL_OF_TUNIX:
+        raise NotImplementedError(
+            f"use_logitless: kl_loss_mode={config.kl_loss_mode!r} is not known; known are {', '.join(KL_OF_TUNIX)}"
+        )
+    clamp = getattr(config, "kl_clamp_value", None)
+    return {"kl": KL_OF_TUNIX[config.kl_loss_mode], "kl_coef": config.beta or 0.0, "kl_clamp": clamp}
+
+
+def per_filled_row(loss: jax.Array, mask: jax.Array, aggregation: str) -> jax.Array:
+    """A mean over all rows as Tunix takes it: over those with a token, of which an empty completion has none."""
+    if aggregation == "token_mean":
+        return loss
+    filled = jnp.maximum(jnp.sum(jnp.any(mask != 0, axis=-1)), 1)
+    return loss * (mask.shape[0] / filled.astype(loss.dtype))
+
+
+def tunix_metrics(
+    out: LossOutput, logprobs: jax.Array | None, old: jax.Array | None, entropy: jax.Array | None, mask: jax.Array
+) -> dict[str, jax.Array]:
+    """The numbers that Tunix's learners log, under the names of its own loss; means over the tokens that count."""
+    means = {name: ratio_or_zero(*value) if isinstance(value, tuple) else value for name, value in out.metrics.items()}
+    zero = jnp.zeros((), out.loss.dtype)
+    aux = {
+        "kl": means.get("kl", zero),
+        "pg_clipfrac": means["clip_low"] + means["clip_high"],
+        "is_ratio/mean": means["ratio_mean"],
+        "is_ratio/min": means["ratio_min"],
+        "is_ratio/max": means["ratio_max"],
+        "approx_kl": means["approx_kl"],
+    }
+    if logprobs is not None:
+        gap = zero if old is None else old - stop_gradient(logprobs)
+        aux["ppo_kl"] = _masked_mean(jnp.broadcast_to(gap, mask.shape), mask)
+    if entropy is not None:
+        aux["entropy"] = _masked_mean(stop_gradient(entropy), mask)
+    return aux
+
+
+def _masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    counts = mask != 0
+    return ratio_or_zero(jnp.sum(jnp.where(counts, x, 0)), jnp.sum(counts).astype(x.dtype))

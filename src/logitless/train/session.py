@@ -1,0 +1,392 @@
+"""A run on Tunix: the cluster, the learner, the checkpoints, and what happens at each update."""
+
+import json
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax  # pyright: ignore[reportMissingImports] - of the train extra
+import orbax.checkpoint as ocp  # pyright: ignore[reportMissingImports] - of the train extra
+from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
+from tunix.rl import rl_cluster as tunix  # pyright: ignore[reportMissingImports] - of the train extra
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner  # pyright: ignore[reportMissingImports]
+from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
+
+from logitless._files import replace_file
+from logitless.integrations.tunix import use_logitless
+from logitless.ops.head_sharding import HeadSharding
+from logitless.train.config import CLIPPED, LossConfig, OptimizerConfig, TrainConfig
+from logitless.train.data import Problems
+from logitless.train.errors import TrainError
+from logitless.train.models import SUM_QUESTION, Policy, add_lora, load_policy
+from logitless.train.progress import Progress
+from logitless.train.rewards import REWARDS
+from logitless.train.rollout import StepRollout
+from logitless.train.sinks import open_sinks
+from logitless.train.step import grpo_batch, step_memory, step_program
+from logitless.train.warm_start import warm_start
+
+FREE_FACTOR = 1.2
+"""Free bytes that a checkpoint must find, times its own size: it is written beside the last one."""
+
+KL_NAMES = {"k1": "kl", "k2": "mse_kl", "k3": "low_var_kl"}
+
+
+class Session:
+    """A run that can be stopped and resumed.
+
+    Args:
+        config: the run.
+        folder: its folder.
+
+    Use it as a context: leaving it closes checkpoints and sinks. `stopped` is True after Ctrl-C.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        self.config, self.folder, self.stopped = config, folder, False
+        self.progress = Progress(config.name, config.steps)
+        self.mesh = make_mesh(config.mesh)
+        policy = load_policy(config.model, config.seed, self.mesh)
+        self.problems = Problems(config.data, config.seed)
+        self.template = template_of(config, policy)
+        if config.warm_start is not None:
+            policy = warm_start(config, config.warm_start, policy, self.problems, self.template, self.mesh, folder)
+        self.policy = policy
+        self.learner = self._learner()
+        self.trainer = self.learner.rl_cluster.actor_trainer
+        self._resumed_at = self.trainer.train_steps
+        if self._resumed_at:
+            self.progress.say(f"resuming at update {self._resumed_at}")
+        keep = {"keep_until": self._resumed_at, "say": self.progress.say}
+        self.sinks = open_sinks(config.log, config.name, folder, json.loads(json.dumps(asdict(config))), **keep)
+        self._seconds: deque[float] = deque(maxlen=10)
+        self._began = time.perf_counter()
+        self._rewards: list[float] = []
+        self._memory: dict[str, int] | None = None
+        self.trainer.with_training_hooks(_Hooks(self))
+        self.trainer.checkpoint_manager = _Checkpoints(self, self.trainer.checkpoint_manager)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self.progress.close()
+
+    def train(self) -> None:
+        """Trains to the last update, or until Ctrl-C, after which the batch at hand is finished and kept."""
+        if self._resumed_at >= self.config.steps:
+            self.progress.say(f"all {self.config.steps} updates are done already")
+            return
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            self.learner.train(self._batches())
+        except _Stop:
+            self.stopped = True
+            self.progress.say(f"stopped at update {self.trainer.train_steps}, which is kept; run again to go on")
+        finally:
+            signal.signal(signal.SIGINT, before)
+            self.trainer.checkpoint_manager.close()
+
+    def updated(self, step: int) -> None:
+        """Writes the numbers of an update; called before its checkpoint."""
+        buffered = self.trainer._prev_buffered_train_metrics
+        numbers = {
+            name: float(np.mean(np.asarray(values))) for name, (values, _) in buffered.additional_metrics.items()
+        }
+        loss = float(buffered.loss)
+        if not np.isfinite(loss):
+            self.progress.say(f"update {step}: the loss is {loss}")
+        self._seconds.append(time.perf_counter() - self._began)
+        if self._memory is None:
+            self._memory = self._step_memory()
+        line = {
+            "loss": loss,
+            "reward/mean": float(np.mean(self._rewards)),
+            "kl": numbers.get("kl"),
+            "entropy": numbers.get("entropy"),
+            "grad_norm": numbers.get("grad_norm"),
+            "clip_fraction": numbers.get("pg_clipfrac"),
+            "time/train/step_s": self._seconds[-1],
+            "time/train/step_avg_last10_s": float(np.mean(self._seconds)),
+            "mem/step_temp_bytes": self._memory["temp"],
+            "mem/peak_bytes_in_use_max": device_peak_bytes(),
+            "mem/process_peak_resident_bytes": process_peak_bytes(),
+        }
+        for sink in self.sinks:
+            sink.write(step, line)
+        self.progress.show(step, line)
+
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` says: the compiled step and where it ran."""
+        device = jax.devices()[0]
+        return {
+            "name": self.config.name,
+            "loss": asdict(self.config.loss) | {"title": self.config.loss.title},
+            "memory": self._memory,
+            "tokens_per_step": self.config.tokens_per_step,
+            "vocab_size": self.policy.vocab_size,
+            "device": getattr(device, "device_kind", device.platform),
+            "jax": jax.__version__,
+            "python": sys.version.split()[0],
+        }
+
+    def _step_memory(self) -> dict[str, int]:
+        with self.mesh:
+            memory = step_memory(step_program(self.trainer, grpo_batch(self.config)))
+        self._memory = memory
+        replace_file(self.folder / "summary.json", json.dumps(self.summary(), indent=1).encode())
+        return memory
+
+    def _interrupt(self, *_: object) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        self.stopped = True
+        self.progress.say("Ctrl-C: finishing this batch; once more ends at once, without a checkpoint")
+
+    def _rollout_step(self) -> int:
+        return self.trainer.train_steps // self.config.rollout.updates_per_rollout
+
+    def _batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """Batches from the update at which the run resumes; those before it are what Tunix itself skips."""
+        size = self.config.rollout.prompts_per_step
+
+        def batch(step: int) -> dict[str, np.ndarray]:
+            rows = self.problems.batch(step, size)
+            texts = [self.template.replace("{question}", row.question) for row in rows]
+            return {"prompts": np.array(texts, object), "answer": np.array([row.answer for row in rows], object)}
+
+        yield from (batch(0) for _ in range(self._resumed_at))
+        updates = self.config.rollout.updates_per_rollout
+        for step in range(self._resumed_at // updates, self.config.steps // updates):
+            yield batch(step)
+
+    def _rewarded(self, **given: Any) -> dict[str, Any]:
+        self._rewards = [float(reward) for reward in given["rewards"]]
+        return {}
+
+    def _learner(self) -> Any:
+        config, rollout = self.config, self.config.rollout
+        model, reference = self.policy.model, None
+        if config.loss.kl_coef:
+            reference = nnx.clone(model)
+        if config.model.lora is not None:
+            model = add_lora(model, config.model.lora, self.mesh)
+        roles = (tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT)
+        cluster = tunix.RLCluster(
+            actor=model,
+            reference=reference,
+            tokenizer=self.policy.tokenizer,
+            cluster_config=tunix.ClusterConfig(
+                role_to_mesh=dict.fromkeys(roles, self.mesh),
+                rollout_engine=partial(
+                    StepRollout,
+                    seed=config.seed,
+                    step=lambda: self._rollout_step(),
+                    record=Path(config.record_rollouts) if config.record_rollouts else None,
+                    replay=Path(config.replay_rollouts) if config.replay_rollouts else None,
+                ),
+                training_config=tunix.RLTrainingConfig(
+                    actor_optimizer=make_optimizer(config.optimizer, config.steps),
+                    eval_every_n_steps=config.steps + 1,
+                    max_steps=config.steps,
+                    checkpoint_root_directory=str((self.folder / "checkpoints").absolute()),
+                    checkpointing_options=checkpoint_options(config.checkpoint_every or config.steps),
+                    data_sharding_axis=("fsdp",),
+                ),
+                rollout_config=RolloutConfig(
+                    max_tokens_to_generate=rollout.max_new_tokens,
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                    top_k=rollout.top_k,
+                    max_prompt_length=rollout.max_prompt_tokens,
+                    # The cache must hold more than prompt and completion.
+                    kv_cache_size=rollout.max_prompt_tokens + rollout.max_new_tokens + 1,
+                ),
+            ),
+        )
+        rewards = [REWARDS[name] for name in config.rewards]
+        learner = GRPOLearner(cluster, grpo_config(config), rewards, metric_fns=[self._rewarded])
+        if config.loss.level != "stock":
+            install_loss(learner, config.loss, self.mesh)
+        else:
+            trainer = cluster.actor_trainer
+            trainer.with_rl_metrics_to_log(trainer.rl_metrics_to_log | {"entropy": np.mean})
+        return learner
+
+
+class _Stop(Exception):
+    """Ends Tunix's loop at an update whose checkpoint is written."""
+
+
+class _Hooks:
+    """What Tunix calls around an update."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_train_step_start(self, trainer: Any) -> None:
+        self._session._began = time.perf_counter()
+
+    def on_train_start(self, trainer: Any) -> None: ...
+
+    def on_train_end(self, trainer: Any) -> None: ...
+
+    def on_train_step_end(self, trainer: Any, step: int, loss: Any) -> None: ...
+
+
+class _Checkpoints:
+    """Tunix's checkpoint manager, which it calls after each update: numbers first, so that no checkpoint is ahead of them."""
+
+    def __init__(self, session: Session, manager: Any) -> None:
+        self._session, self._manager = session, manager
+
+    def save(self, step: int, model: Any, optimizer: Any = None, **options: Any) -> bool:
+        session = self._session
+        finished = step > session._resumed_at and step != self.__dict__.get("_last")
+        if finished:
+            self._last = step
+            session.updated(step)
+        at_boundary = step % session.config.rollout.updates_per_rollout == 0
+        stop = session.stopped and at_boundary
+        if not at_boundary:
+            return False
+        force = bool(options.pop("force", False)) or stop
+        if force and self._manager.latest_step() == step:
+            return False
+        saved = False
+        if force or self._manager._checkpoint_manager.should_save(step):
+            check_free_space(session.folder, model, optimizer)
+            try:
+                saved = self._manager.save(step, model, optimizer, force=force, **options)
+                if stop:
+                    self._manager._checkpoint_manager.wait_until_finished()
+            except OSError as error:
+                raise TrainError(
+                    f"checkpoint of update {step} cannot be written to {session.folder}: {error.strerror or error}; earlier "
+                    "ones are whole: free some space and run again"
+                ) from error
+        if stop:
+            raise _Stop
+        return saved
+
+    def latest_step(self) -> int | None:
+        return self._manager.latest_step()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def check_free_space(folder: Path, model: Any, optimizer: Any) -> None:
+    """Raises TrainError where a checkpoint would not fit, before any of it is written."""
+    leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer, nnx.optimizer.OptState)))
+    needed = int(sum(x.nbytes for x in leaves) * FREE_FACTOR)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise TrainError(
+            f"output={folder}: {free / 1e9:.2f} GB are free and a checkpoint needs {needed / 1e9:.2f} GB; earlier ones are "
+            "whole: free some space and run again"
+        )
+
+
+def checkpoint_options(every: int) -> Any:
+    """Every so many updates, the last two kept."""
+    return ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
+
+
+def make_mesh(sizes: dict[str, int]) -> jax.sharding.Mesh:
+    """The mesh of a run, of axes that GSPMD partitions, as Tunix needs.
+
+    Raises:
+        TrainError: more devices than there are.
+    """
+    shape = sizes.get("fsdp", 1), sizes.get("tp", 1)
+    needed, found = shape[0] * shape[1], jax.device_count()
+    if needed > found:
+        raise TrainError(f"mesh={sizes}: needs {needed} devices; there are {found} ({jax.devices()[0].platform})")
+    devices = np.array(jax.devices()[:needed]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
+    """AdamW as the config says."""
+    rate, warmup = config.learning_rate, config.warmup_steps
+    if config.schedule == "cosine":
+        schedule = optax.warmup_cosine_decay_schedule(0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1))
+    elif warmup:
+        schedule = optax.linear_schedule(0.0, rate, warmup)
+    else:
+        schedule = rate
+    adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay)
+    return adam if config.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
+
+
+def grpo_config(config: TrainConfig) -> Any:
+    """Tunix's GRPO options of a run."""
+    loss = config.loss
+    made = GRPOConfig(
+        num_generations=config.rollout.generations,
+        num_iterations=config.rollout.updates_per_rollout,
+        beta=loss.kl_coef,
+        kl_loss_mode=KL_NAMES[loss.kl],
+        epsilon=0.2 if loss.clip_low is None else loss.clip_low,
+        loss_algo="gspo-token" if loss.name == "gspo" else "grpo",
+    )
+    made.epsilon_high = made.epsilon if loss.clip_high is None else loss.clip_high
+    return made
+
+
+def install_loss(learner: Any, loss: LossConfig, mesh: jax.sharding.Mesh) -> None:
+    """The loss of a config, in a learner of Tunix."""
+    options: dict[str, Any] = dict(loss.options)
+    clips = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    given = {name: value for name, value in clips.items() if value is not None}
+    if given and loss.name not in CLIPPED:
+        raise TrainError(f"train config: loss.{min(given)} has no meaning for loss.name={loss.name}")
+    sharding = None
+    if mesh.size > 1 and loss.level == "hidden" and loss.implementation not in ("reference", "chunked"):
+        sharding = HeadSharding(mesh, tokens=("fsdp",), vocab=("tp",), head=loss.head)
+    use_logitless(
+        learner,
+        loss=loss.name,
+        loss_options=options | given,
+        level="logits" if loss.level == "logits" else "hidden",
+        implementation=loss.implementation,
+        block_sizes=loss.block_sizes,
+        sharding=sharding,
+    )
+
+
+def template_of(config: TrainConfig, policy: Policy) -> str:
+    """The prompt around the problem."""
+    if config.data.template is not None:
+        if "{question}" not in config.data.template:
+            raise TrainError(f"train config: data.template={config.data.template!r} has no {{question}} in it")
+        return config.data.template
+    if config.data.task == "chain_sum" and config.model.source != "tiny":
+        return policy.template.replace("{question}", SUM_QUESTION)
+    return policy.template
+
+
+def device_peak_bytes() -> int | None:
+    """The most bytes in use on any device so far, where it reports them (a CPU does not)."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    return max(peaks) if peaks else None
+
+
+def process_peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
