@@ -75,6 +75,20 @@ def _compile() -> tuple[type, Callable[[Any], int]]:
     return CompileConfig, run_compile
 
 
+def _train() -> tuple[type, Callable[[Any], int]]:
+    from logitless.train.config import TrainConfig
+    from logitless.train.run import run_train
+
+    return TrainConfig, run_train
+
+
+def _ab() -> tuple[type, Callable[[Any], int]]:
+    from logitless.train.ab import run_ab
+    from logitless.train.ab_config import AbConfig
+
+    return AbConfig, run_ab
+
+
 def _tune() -> tuple[type, Callable[[Any], int]]:
     from logitless.bench.tune import TuneConfig, run_tune
 
@@ -82,6 +96,28 @@ def _tune() -> tuple[type, Callable[[Any], int]]:
 
 
 JOBS = {
+    "train": _Job(
+        "GRPO on Tunix, with the fused loss",
+        """\
+Trains a Qwen2 or Qwen2.5 model by GRPO on tasks whose answers can be verified, on Google's Tunix, with the losses of
+Logitless. Writes metrics.jsonl and checkpoints into its output folder; stopped in any way and run again, it resumes.
+Ctrl-C finishes the batch at hand and leaves a checkpoint. Needs pip install 'logitless[train]'.
+
+example:
+  logitless train configs/train_quickstart.yaml --loss.level hidden --loss.kl_coef 0.02""",
+        _train,
+    ),
+    "ab": _Job(
+        "the same training with several losses: is it the same, and what does it cost?",
+        """\
+Trains with each loss section of the config, in a process of its own, on the same data and seeds, and writes a report
+with curves, time and memory of an update, and a verdict. Appends a record to results/. Exit code 1 when an arm has no
+parity with the first or a bound of the config does not hold. Needs pip install 'logitless[train]'.
+
+example:
+  logitless ab configs/ab_quickstart.yaml""",
+        _ab,
+    ),
     "bench": _Job(
         "time and memory of implementations, side by side",
         """\

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.bench.cases import DIFFERENTIATED, Loss, known_head
@@ -215,7 +215,7 @@ def program(
         positions: T.
     """
     laid = _laid(case)
-    mesh = None if laid is None else AbstractMesh(tuple(laid.axes.values()), tuple(laid.axes))
+    mesh = None if laid is None else laid.abstract_mesh()
     vocab = _padded_vocab(case, laid)
     over = None if laid is None or mesh is None else laid.head_sharding(mesh, case.vocab_size)
     batch = sequences * (1 if laid is None else laid.parts(laid.tokens))
@@ -275,7 +275,7 @@ def strategy_of(case: PlanCase, tokens: int) -> HeadStrategy | None:
     laid = _laid(case)
     if laid is None or case.variant.level == "logits":
         return None
-    mesh = AbstractMesh(tuple(laid.axes.values()), tuple(laid.axes))
+    mesh = laid.abstract_mesh()
     trained = tuple(name in case.differentiate for name in DIFFERENTIATED)
     found = head_strategy(
         laid.head_sharding(mesh),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from logitless.bench.errors import BenchError
 from logitless.ops.head_sharding import HeadSharding
@@ -77,6 +77,12 @@ class MeshSharding:
         """Of the first devices, as many as the axes ask for, with axes that the compiler may use as it likes."""
         shape = tuple(self.axes.values())
         return Mesh(np.array(devices[: self.size], dtype=object).reshape(shape), tuple(self.axes))
+
+    def abstract_mesh(self) -> AbstractMesh:
+        """The same without devices, for programs of chips that are not here."""
+        names = tuple(self.axes)
+        # JAX 0.12 would take the axes of an abstract mesh as explicit, and those of a real one as automatic.
+        return AbstractMesh(tuple(self.axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
     def head_sharding(self, mesh: Mesh | AbstractMesh, vocab_size: int | None = None) -> HeadSharding:
         """What the ops take."""

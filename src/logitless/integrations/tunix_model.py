@@ -79,13 +79,18 @@ def hidden_states(model: Any, tokens: jax.Array, **inputs: Any) -> jax.Array:
 
     if not takes(model, "output_hidden_states"):
         raise NotImplementedError(
-            f"use_logitless: {type(model).__name__} takes no output_hidden_states=True; of Tunix's models Qwen2, Qwen3, "
-            "Gemma and Gemma 3 do; use level='logits' for others"
+            f"use_logitless: {type(model).__name__} takes no output_hidden_states=True; of Tunix's models Qwen2, "
+            "Qwen3, Gemma and Gemma 3 do; use level='logits' for others"
         )
     copy = nnx.merge(*nnx.split(model))
-    logits, _ = copy(tokens, cache=None, output_hidden_states=True, **inputs)
-    kept = nnx.pop(copy, nnx.Intermediate)["all_hidden_states"]
-    states = jax.tree.leaves(kept)[-1]
+    # Flax from 0.12.8 on warns of a sow outside of capture; versions without capture know no other way.
+    if hasattr(nnx, "capture"):
+        call = nnx.capture(copy, nnx.Intermediate)
+        (logits, _), sown = call(tokens, cache=None, output_hidden_states=True, **inputs)
+    else:
+        logits, _ = copy(tokens, cache=None, output_hidden_states=True, **inputs)
+        sown = nnx.pop(copy, nnx.Intermediate)
+    states = jax.tree.leaves(sown["all_hidden_states"])[-1]
     return states.astype(getattr(getattr(model, "config", None), "dtype", None) or logits.dtype)
 
 

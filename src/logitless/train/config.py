@@ -232,8 +232,8 @@ class TrainConfig:
         replay_rollouts: such a folder: completions are read from it, none are sampled.
     """
 
-    name: str
-    output: str
+    name: str = "train"
+    output: str = "runs/train"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rewards: list[Literal["last_number", "format"]] = field(default_factory=lambda: ["last_number"])
@@ -259,50 +259,49 @@ class TrainConfig:
 
 
 def _check(config: TrainConfig) -> None:
-    rollout, loss, optimizer = config.rollout, config.loss, config.optimizer
-    at_least_one = {
-        "steps": config.steps,
-        "rollout.prompts_per_step": rollout.prompts_per_step,
-        "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
-        "rollout.max_new_tokens": rollout.max_new_tokens,
-        "rollout.updates_per_rollout": rollout.updates_per_rollout,
-        "data.terms": config.data.terms,
-        "data.digits": config.data.digits,
-    } | ({"warm_start.steps": config.warm_start.steps} if config.warm_start else {})
-    for key, value in at_least_one.items():
-        if value < 1:
-            raise TrainError(f"train config: {key}={value}; it must be at least 1")
-    if rollout.generations < 2:
-        raise TrainError(
-            f"train config: rollout.generations={rollout.generations}; GRPO compares the completions of a prompt: 2 or more"
-        )
-    positive = {"rollout.temperature": rollout.temperature, "optimizer.learning_rate": optimizer.learning_rate}
-    for key, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise TrainError(f"train config: {key}={value}; it must be above 0")
-    if config.steps % rollout.updates_per_rollout:
-        raise TrainError(
-            f"train config: steps={config.steps} is no multiple of updates_per_rollout={rollout.updates_per_rollout}"
-        )
-    if config.checkpoint_every < 0 or config.checkpoint_every % rollout.updates_per_rollout:
+    _check_numbers(config)
+    rollout, loss = config.rollout, config.loss
+    updates = rollout.updates_per_rollout
+    if config.steps % updates:
+        raise TrainError(f"train config: steps={config.steps} is no multiple of updates_per_rollout={updates}")
+    if config.checkpoint_every < 0 or config.checkpoint_every % updates:
         raise TrainError(
             f"train config: checkpoint_every={config.checkpoint_every} must be 0 or a multiple of updates_per_rollout="
-            f"{rollout.updates_per_rollout}: the old policy of a batch is not kept"
+            f"{updates}: the old policy of a batch is not kept"
         )
     if not config.rewards:
         raise TrainError("train config: rewards is empty; give at least one of last_number, format")
     if loss.level == "stock" and (loss.name not in ("grpo", "gspo") or loss.options):
-        raise TrainError(
-            f"train config: loss.level=stock has losses grpo and gspo alone, without options; got {loss.name}"
-        )
+        raise TrainError(f"train config: loss.level=stock has grpo and gspo alone, without options; got {loss.name}")
     if config.record_rollouts and config.replay_rollouts:
         raise TrainError("train config: record_rollouts and replay_rollouts exclude each other")
-    unknown = set(config.mesh) - {"fsdp", "tp"}
-    if unknown or any(size < 1 for size in config.mesh.values()):
+    if set(config.mesh) - {"fsdp", "tp"} or any(size < 1 for size in config.mesh.values()):
         raise TrainError(f"train config: mesh={config.mesh}; it must map fsdp and tp to 1 or more devices each")
-    if config.model.source == "tiny":
-        tiny = config.model.tiny
-        if tiny.hidden_size % tiny.num_heads or (tiny.hidden_size // tiny.num_heads) % 2:
-            raise TrainError(
-                f"train config: model.tiny.hidden_size={tiny.hidden_size} must be num_heads={tiny.num_heads} times an even number"
-            )
+    tiny = config.model.tiny
+    if tiny.hidden_size % tiny.num_heads or (tiny.hidden_size // tiny.num_heads) % 2:
+        raise TrainError(
+            f"train config: model.tiny.hidden_size={tiny.hidden_size} must be num_heads={tiny.num_heads} times an even "
+            "number"
+        )
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    rollout = config.rollout
+    least = {
+        "steps": (config.steps, 1),
+        "rollout.prompts_per_step": (rollout.prompts_per_step, 1),
+        "rollout.generations": (rollout.generations, 2),
+        "rollout.max_prompt_tokens": (rollout.max_prompt_tokens, 1),
+        "rollout.max_new_tokens": (rollout.max_new_tokens, 1),
+        "rollout.updates_per_rollout": (rollout.updates_per_rollout, 1),
+        "data.terms": (config.data.terms, 1),
+        "data.digits": (config.data.digits, 1),
+        "warm_start.steps": (config.warm_start.steps if config.warm_start else 1, 1),
+    }
+    for key, (value, smallest) in least.items():
+        if value < smallest:
+            raise TrainError(f"train config: {key}={value}; it must be at least {smallest}")
+    positive = {"rollout.temperature": rollout.temperature, "optimizer.learning_rate": config.optimizer.learning_rate}
+    for key, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise TrainError(f"train config: {key}={value}; it must be above 0")

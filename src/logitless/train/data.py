@@ -80,7 +80,8 @@ def read_rows(config: DataConfig) -> list[Problem]:
         rows = _rows_of_gym(config.task.partition(":")[2])
     else:
         raise TrainError(
-            f"train config: data.task={config.task!r} is not known; known are chain_sum, gsm8k, words, reasoning_gym:NAME"
+            f"train config: data.task={config.task!r} is not known; known are chain_sum, gsm8k, words, "
+            "reasoning_gym:NAME"
         )
     if not rows:
         raise TrainError(f"train config: data.task={config.task}: no rows")

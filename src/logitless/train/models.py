@@ -19,7 +19,8 @@ from logitless.train.errors import TrainError
 from logitless.train.tokenizer import BpeTokenizer, CharacterTokenizer
 
 QWEN_TEMPLATE = (
-    "<|im_start|>system\nYou are a helpful assistant. Think step by step and end with `#### ` and the number.<|im_end|>\n"
+    "<|im_start|>system\nYou are a helpful assistant. Think step by step and end with `#### ` and the number."
+    "<|im_end|>\n"
     "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 )
 SUM_QUESTION = "What is {question}? Answer with the number alone."
@@ -193,7 +194,8 @@ def _json(path: Path) -> dict[str, Any]:
 def _sizes_of(described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if described.get("model_type") != "qwen2":
         raise TrainError(
-            f"model.source={folder}: config.json has model_type={described.get('model_type')!r}; supported is qwen2 (Qwen2.5)"
+            f"model.source={folder}: config.json has model_type={described.get('model_type')!r}; supported "
+            "is qwen2 (Qwen2.5)"
         )
     names = {
         "num_layers": "num_hidden_layers",

@@ -1,4 +1,4 @@
-"""Completions that depend on seed and step alone, kept or read again: the same ones for every arm, and after a restart."""
+"""Completions that depend on seed and step alone, kept or read again: the same for every arm and after a restart."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,7 +72,8 @@ class StepRollout(VanillaRollout):
             tokens = len(self._sampler.tokenizer.encode(prompt))
             if tokens > longest:
                 raise TrainError(
-                    f"rollout.max_prompt_tokens={longest} is less than the {tokens} tokens of the prompt {prompt[:60]!r}"
+                    f"rollout.max_prompt_tokens={longest} is less than the {tokens} tokens of the prompt "
+                    f"{prompt[:60]!r}"
                 )
 
 
@@ -109,8 +110,8 @@ def read_batch(
         raise TrainError(f"replay_rollouts: cannot read {path}: {error}") from error
     if kept != list(prompts):
         raise TrainError(
-            f"replay_rollouts: {path.name} was recorded for other prompts ({kept[0]!r}, not {prompts[0]!r}); seed, data "
-            "and prompts_per_step must be those of the recorded run"
+            f"replay_rollouts: {path.name} was recorded for other prompts ({kept[0]!r}, not {prompts[0]!r}); seed, "
+            "data and prompts_per_step must be those of the recorded run"
         )
     tokens = np.split(flat, np.cumsum(lengths)[:-1])
     padded = np.full((len(prompts), width), tokenizer.pad_id(), np.int32)

@@ -47,8 +47,8 @@ def claim_folder(config: TrainConfig, folder: Path) -> None:
             changed = [key for key, value in json.loads(ours).items() if theirs.get(key) != value and key != "log"]
             if changed:
                 raise TrainError(
-                    f"output={folder}: holds a run of another config (differs in {', '.join(changed)}); give another output, "
-                    "or remove the folder"
+                    f"output={folder}: holds a run of another config (differs in {', '.join(changed)}); give another "
+                    "output, or remove the folder"
                 )
         replace_file(kept, ours.encode())
     except OSError as error:

@@ -247,7 +247,7 @@ class _Hooks:
 
 
 class _Checkpoints:
-    """Tunix's checkpoint manager, which it calls after each update: numbers first, so that no checkpoint is ahead of them."""
+    """Tunix's checkpoint manager, called after each update: numbers first, so that no checkpoint is ahead of them."""
 
     def __init__(self, session: Session, manager: Any) -> None:
         self._session, self._manager = session, manager
@@ -274,8 +274,8 @@ class _Checkpoints:
                     self._manager._checkpoint_manager.wait_until_finished()
             except OSError as error:
                 raise TrainError(
-                    f"checkpoint of update {step} cannot be written to {session.folder}: {error.strerror or error}; earlier "
-                    "ones are whole: free some space and run again"
+                    f"checkpoint of update {step} cannot be written to {session.folder}: {error.strerror or error}; "
+                    "earlier ones are whole: free some space and run again"
                 ) from error
         if stop:
             raise _Stop
@@ -295,8 +295,8 @@ def check_free_space(folder: Path, model: Any, optimizer: Any) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise TrainError(
-            f"output={folder}: {free / 1e9:.2f} GB are free and a checkpoint needs {needed / 1e9:.2f} GB; earlier ones are "
-            "whole: free some space and run again"
+            f"output={folder}: {free / 1e9:.2f} GB are free and a checkpoint needs {needed / 1e9:.2f} GB; earlier ones "
+            "are whole: free some space and run again"
         )
 
 
@@ -357,10 +357,12 @@ def install_loss(learner: Any, loss: LossConfig, mesh: jax.sharding.Mesh) -> Non
     sharding = None
     if mesh.size > 1 and loss.level == "hidden" and loss.implementation not in ("reference", "chunked"):
         sharding = HeadSharding(mesh, tokens=("fsdp",), vocab=("tp",), head=loss.head)
+    # Tunix's own two losses are described by its config, and then divide as Tunix does.
+    as_tunix = loss.name in ("grpo", "gspo") and not options
     use_logitless(
         learner,
-        loss=loss.name,
-        loss_options=options | given,
+        loss=None if as_tunix else loss.name,
+        loss_options=None if as_tunix else options | given,
         level="logits" if loss.level == "logits" else "hidden",
         implementation=loss.implementation,
         block_sizes=loss.block_sizes,

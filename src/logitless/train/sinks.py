@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from logitless._files import replace_file
 from logitless.train.config import LogConfig
@@ -13,6 +13,7 @@ from logitless.train.errors import TrainError
 Numbers = Mapping[str, float | None]
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes the numbers of one step after the other."""
 

@@ -82,7 +82,8 @@ def labelled_rows(rows: list[Problem], template: str, tokenizer: Any, width: int
         length = len(prompt) + len(answer)
         if length > width:
             raise TrainError(
-                f"warm_start: an example takes {length} tokens; rollout.max_prompt_tokens + max_new_tokens allow {width}"
+                f"warm_start: an example takes {length} tokens; rollout.max_prompt_tokens and max_new_tokens allow "
+                f"{width}"
             )
         tokens[place, :length] = prompt + answer
         learnt[place, len(prompt) : length] = 1

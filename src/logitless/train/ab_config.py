@@ -1,0 +1,71 @@
+"""What an A/B is: arms that differ in their loss section alone, and what counts as parity."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from logitless.train.config import LossConfig, TrainConfig
+from logitless.train.errors import TrainError
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """When an arm counts as equal to the first.
+
+    Args:
+        loss_error: with shared rollouts: the largest difference of the loss of one update, in nats.
+        kl_error: with shared rollouts: that of the divergence to the reference, in nats.
+        grad_norm_error: with shared rollouts: that of the gradient's norm, relative to the first arm's largest.
+        confidence: with free rollouts: of the interval around the difference of the means over seeds (Welch's t), which
+            must hold 0 for the loss, the reward and the divergence.
+        last_updates: with free rollouts: the updates at the end whose mean is compared.
+    """
+
+    loss_error: float = 1e-4
+    kl_error: float = 1e-4
+    grad_norm_error: float = 1e-2
+    confidence: float = 0.99
+    last_updates: int = 10
+
+
+@dataclass(frozen=True)
+class AbConfig:
+    """Runs that differ in their loss alone, side by side.
+
+    Args:
+        name: names the record `NAME.jsonl` and the report.
+        arms: loss sections; the first is the baseline.
+        train: the run that all arms share; its `name`, `output`, `loss` and `seed` are replaced.
+        output: folder of the runs, of `report.html` and of the recorded rollouts.
+        results: folder of the record.
+        seeds: each arm runs once with each.
+        rollouts: `shared`: the first arm samples and the others train on what it sampled, so that each update can be
+            compared; `free`: each arm samples for itself, and the spread over seeds is the measure (two seeds or more).
+        parity: what counts as equal.
+        max_temp_ratio: the largest temp memory of an arm's compiled update, times the first arm's, that passes; None
+            for no bound.
+        min_reward_rise: by how much the mean reward of the last ten updates must exceed that of the first ten.
+        timeout_s: of one run.
+    """
+
+    name: str
+    arms: list[LossConfig]
+    train: TrainConfig
+    output: str = "runs/ab"
+    results: str = "results"
+    seeds: list[int] = field(default_factory=lambda: [0])
+    rollouts: Literal["shared", "free"] = "shared"
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    max_temp_ratio: float | None = None
+    min_reward_rise: float | None = None
+    timeout_s: float = 36_000.0
+
+    def __post_init__(self) -> None:
+        titles = [arm.title for arm in self.arms]
+        if len(titles) < 2:
+            raise TrainError(f"ab config: arms has {len(titles)} loss section; a comparison needs two or more")
+        if len(set(titles)) < len(titles):
+            raise TrainError(f"ab config: two arms are called alike ({', '.join(titles)}); give each a label")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise TrainError(f"ab config: seeds={self.seeds}; give at least one, each once")
+        if self.rollouts == "free" and len(self.seeds) < 2:
+            raise TrainError("ab config: rollouts=free measures by the spread over seeds: give two or more seeds")

@@ -1,0 +1,23 @@
+"""Runs that take seconds: a model of a few thousand weights on sums."""
+
+from dataclasses import replace
+
+from logitless.train.config import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, TinyModel, TrainConfig
+
+SMALL = TinyModel(vocab_size=128, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
+STOCK = LossConfig(level="stock")
+
+
+def small_run(output, **changes) -> TrainConfig:
+    """Six updates of two prompts with four completions each."""
+    config = TrainConfig(
+        name="small",
+        output=str(output),
+        model=ModelConfig(tiny=SMALL),
+        rollout=RolloutConfig(prompts_per_step=2, generations=4, max_prompt_tokens=4, max_new_tokens=3),
+        rewards=["last_number"],
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        steps=6,
+        checkpoint_every=2,
+    )
+    return replace(config, **changes)
