@@ -17,7 +17,6 @@ with warnings.catch_warnings():
     from tunix.rl.rollout.base_rollout import RolloutConfig
     from tunix.sft import peft_trainer
 
-import jax
 import jax.numpy as jnp
 
 from logitless.train.config import ModelConfig, TinyModel
@@ -57,7 +56,7 @@ def learner(policy, *, reward=None, steps=20, seed=0, mesh=None, temperature=1.0
                 top_p=1.0,
                 max_prompt_length=PROMPT,
                 kv_cache_size=PROMPT + COMPLETION + 1,
-                seed=jax.random.PRNGKey(seed),
+                seed=seed,
             ),
         ),
     )
@@ -98,8 +97,12 @@ class Recorder:
         return np.array([line[name] for line in self.lines])
 
 
-def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None):
-    """A batch as the learner would make one, with lengths of every kind."""
+def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None, logprobs=None):
+    """A batch as the learner would make one, with lengths of every kind.
+
+    `logprobs` are those of the policy for the batch without them: old and reference policy are then near to it, with
+    ratios on both sides of every clip.
+    """
     rng = np.random.default_rng(seed)
     prompts = rng.integers(3, 90, (rows, PROMPT)).astype(np.int32)
     prompts[0, :2] = 0
@@ -110,6 +113,8 @@ def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None):
     if empty_row is not None:
         completions[empty_row] = 0
     noise = rng.normal(-3.0, 0.6, (2, rows, COMPLETION)).astype(np.float32)
+    if logprobs is not None:
+        noise = (noise + 3.0) * 0.6 + np.asarray(logprobs)[None]
     return TrainExample(
         prompt_ids=jnp.asarray(prompts),
         prompt_mask=jnp.asarray(prompts != 0),
@@ -121,7 +126,7 @@ def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None):
     )
 
 
-def sft_trainer(policy, steps=5, gen=None):
+def sft_trainer(policy, steps=5):
     """Tunix's supervised trainer."""
     config = peft_trainer.TrainingConfig(eval_every_n_steps=steps + 1, max_steps=steps)
     return peft_trainer.PeftTrainer(policy.model, optax.adamw(3e-3), config)

@@ -89,6 +89,14 @@ def _ab() -> tuple[type, Callable[[Any], int]]:
     return AbConfig, run_ab
 
 
+def _ab_plan() -> tuple[type, Callable[[Any], int]]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from logitless.train.ab_config import AbConfig
+    from logitless.train.step_plan import run_plan_ab
+
+    return AbConfig, run_plan_ab
+
+
 def _tune() -> tuple[type, Callable[[Any], int]]:
     from logitless.bench.tune import TuneConfig, run_tune
 
@@ -166,6 +174,16 @@ examples:
 }
 
 SECOND_WORDS = {
+    "ab plan": _Job(
+        "the update of each arm of an A/B on a TPU that is not here",
+        """\
+Compiles one whole update (model, loss, gradients, optimizer) of each arm for the topology of the config, by the TPU's
+own compiler, and shows its memory, which is exact, and its time, which is an estimate. Nothing is run.
+
+example:
+  logitless ab plan configs/ab_gsm8k_qwen25_1p5b_v6e8.yaml""",
+        _ab_plan,
+    ),
     "bench tune": _Job(
         "which block sizes are fastest?",
         """\

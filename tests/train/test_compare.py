@@ -18,10 +18,21 @@ def run(arm, seed, *, loss=0.0, reward=0.0, temp=100, seconds=1.0, updates=30, *
     rng = np.random.default_rng(seed)
     lines = []
     for step in range(1, updates + 1):
-        line = {"step": step, "loss": 0.1 * rng.normal() + loss, "reward/mean": step / updates + reward + 0.05 * rng.normal()}
+        line = {
+            "step": step,
+            "loss": 0.1 * rng.normal() + loss,
+            "reward/mean": step / updates + reward + 0.05 * rng.normal(),
+        }
         line |= {"kl": 0.01 * step, "grad_norm": 1.0, "entropy": 2.0, "time/train/step_s": seconds} | more
         lines.append(line)
-    summary = {"memory": {"temp": temp}, "device": "cpu", "jax": "0", "python": "3", "tokens_per_step": 8, "vocab_size": 9}
+    summary = {
+        "memory": {"temp": temp},
+        "device": "cpu",
+        "jax": "0",
+        "python": "3",
+        "tokens_per_step": 8,
+        "vocab_size": 9,
+    }
     return Run(arm, seed, summary, lines)
 
 
@@ -107,7 +118,11 @@ def test_the_page_says_what_failed_and_stands_alone():
         "date": "2026-01-01T00:00:00",
         "commit": "0" * 40,
         "dirty": False,
-        "config": {"train": {"steps": 30, "model": {"source": "tiny"}, "data": {"task": "sums"}}, "rollouts": "shared", "seeds": [0]},
+        "config": {
+            "train": {"steps": 30, "model": {"source": "tiny"}, "data": {"task": "sums"}},
+            "rollouts": "shared",
+            "seeds": [0],
+        },
         "runs": [{"arm": r.arm, "seed": r.seed, "summary": r.summary, "metrics": r.metrics} for r in runs],
         "verdict": verdict.as_record(),
     }

@@ -35,9 +35,7 @@ def write_folder(folder, *, tied=True, words=38, change=None, described=None):
     """A checkpoint of Qwen2.5 in small; `change` edits its tensors before they are written."""
     sizes = SIZES | {"vocab_size": 40, "use_tied_embedding": tied}
     rng = np.random.default_rng(0)
-    tensors = {
-        name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in expected_tensors(sizes).items()
-    }
+    tensors = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in expected_tensors(sizes).items()}
     if change:
         change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -79,7 +77,10 @@ def widen(tensors):
 
 
 BAD = [
-    ({"change": drop("model.layers.1.mlp.up_proj.weight")}, r"model\.layers\.1\.mlp\.up_proj\.weight \[24, 16\] is missing"),
+    (
+        {"change": drop("model.layers.1.mlp.up_proj.weight")},
+        r"model\.layers\.1\.mlp\.up_proj\.weight \[24, 16\] is missing",
+    ),
     ({"change": widen}, r"model\.norm\.weight has shape \[17\], needed \[16\]"),
     ({"words": 44}, "the tokenizer has 44 ids and the head 40 rows"),
     ({"described": {"model_type": "llama"}}, "model_type='llama'; supported is qwen2"),

@@ -102,14 +102,10 @@ def with_half_the_divergence(monkeypatch):
 
 def with_targets_one_late(monkeypatch):
     real = adapter.hidden_states
-    monkeypatch.setattr(
-        adapter, "hidden_states", lambda *a, **k: adapter.jnp.roll(real(*a, **k), 1, axis=1)
-    )
+    monkeypatch.setattr(adapter, "hidden_states", lambda *a, **k: adapter.jnp.roll(real(*a, **k), 1, axis=1))
 
 
-@pytest.mark.parametrize(
-    "plant", [without_mask, without_temperature, with_half_the_divergence, with_targets_one_late]
-)
+@pytest.mark.parametrize("plant", [without_mask, without_temperature, with_half_the_divergence, with_targets_one_late])
 def test_a_planted_wrong_loss_has_no_parity(plant, unbroken, tmp_path, monkeypatch):
     from logitless.train.ab_config import AbConfig
     from logitless.train.compare import Run, compare
@@ -220,9 +216,7 @@ def test_lora_and_a_warm_start_train(tmp_path):
 
 
 def test_over_a_mesh_of_virtual_devices(unbroken, tmp_path):
-    config = small_run(
-        tmp_path / "run", mesh={"fsdp": 4, "tp": 2}, replay_rollouts=str(unbroken / "rollouts"), steps=2
-    )
+    config = small_run(tmp_path / "run", mesh={"fsdp": 4, "tp": 2}, replay_rollouts=str(unbroken / "rollouts"), steps=2)
     assert run_train(config) == 0
     got, want = curve(tmp_path / "run"), curve(unbroken / "run")
     np.testing.assert_allclose(got["loss"], want["loss"][:2], atol=1e-5)

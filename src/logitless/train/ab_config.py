@@ -45,6 +45,7 @@ class AbConfig:
             for no bound.
         min_reward_rise: by how much the mean reward of the last ten updates must exceed that of the first ten.
         timeout_s: of one run.
+        topology: a TPU such as `v6e:2x4`, for which `logitless ab plan` compiles the update of each arm.
     """
 
     name: str
@@ -58,6 +59,7 @@ class AbConfig:
     max_temp_ratio: float | None = None
     min_reward_rise: float | None = None
     timeout_s: float = 36_000.0
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         titles = [arm.title for arm in self.arms]

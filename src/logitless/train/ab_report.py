@@ -129,8 +129,8 @@ def page(record: Record) -> str:
         for row in rows
     )
     checks = "".join(
-        f"<tr><td>{e(c['arm'])}</td><td>{e(c['what'])}</td><td class=n>{c['value']:.4g}</td><td class=n>{c['bound']:.4g}</td>"
-        f"<td class={'pass' if c['passed'] else 'fail'}>{'passed' if c['passed'] else 'FAILED'}</td></tr>"
+        f"<tr><td>{e(c['arm'])}</td><td>{e(c['what'])}</td><td class=n>{c['value']:.4g}</td>"
+        f"<td class=n>{c['bound']:.4g}</td><td class={'pass' if c['passed'] else 'fail'}>{'passed' if c['passed'] else 'FAILED'}</td></tr>"
         for c in verdict["checks"]
     )
     plots = "".join(f"<figure style='margin:0'>{plot(record, *one)}</figure>" for one in PLOTS) + memory_plot(record)

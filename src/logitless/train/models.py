@@ -302,18 +302,19 @@ def _tokenizer_of(folder: Path) -> BpeTokenizer:
     )
 
 
-def add_lora(model: Any, lora: LoraConfig, mesh: Any) -> Any:
+def add_lora(model: Any, lora: LoraConfig, mesh: Any, seed: int) -> Any:
     """The model with adapters, which alone are then trained.
 
     Raises:
         TrainError: no module has a matching path.
     """
     import qwix  # pyright: ignore[reportMissingImports] - of the train extra
+    from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
     from tunix.sft.utils import is_lora_enabled  # pyright: ignore[reportMissingImports] - of the train extra
 
     provider = qwix.LoraProvider(module_path=lora.modules, rank=lora.rank, alpha=lora.alpha)
     with mesh:
-        adapted = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+        adapted = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed))
     if not is_lora_enabled(adapted):
         raise TrainError(f"model.lora.modules={lora.modules!r} matches no module of the model")
     return adapted

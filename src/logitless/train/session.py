@@ -19,15 +19,14 @@ import optax  # pyright: ignore[reportMissingImports] - of the train extra
 import orbax.checkpoint as ocp  # pyright: ignore[reportMissingImports] - of the train extra
 from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
 from tunix.rl import rl_cluster as tunix  # pyright: ignore[reportMissingImports] - of the train extra
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner  # pyright: ignore[reportMissingImports]
+from tunix.rl.grpo.grpo_learner import GRPOLearner  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
 
 from logitless._files import replace_file
-from logitless.integrations.tunix import use_logitless
-from logitless.ops.head_sharding import HeadSharding
-from logitless.train.config import CLIPPED, LossConfig, OptimizerConfig, TrainConfig
+from logitless.train.config import OptimizerConfig, TrainConfig
 from logitless.train.data import Problems
 from logitless.train.errors import TrainError
+from logitless.train.loss import grpo_config, install_loss
 from logitless.train.models import SUM_QUESTION, Policy, add_lora, load_policy
 from logitless.train.progress import Progress
 from logitless.train.rewards import REWARDS
@@ -38,8 +37,6 @@ from logitless.train.warm_start import warm_start
 
 FREE_FACTOR = 1.2
 """Free bytes that a checkpoint must find, times its own size: it is written beside the last one."""
-
-KL_NAMES = {"k1": "kl", "k2": "mse_kl", "k3": "low_var_kl"}
 
 
 class Session:
@@ -182,7 +179,7 @@ class Session:
         if config.loss.kl_coef:
             reference = nnx.clone(model)
         if config.model.lora is not None:
-            model = add_lora(model, config.model.lora, self.mesh)
+            model = add_lora(model, config.model.lora, self.mesh, config.seed)
         roles = (tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT)
         cluster = tunix.RLCluster(
             actor=model,
@@ -218,11 +215,9 @@ class Session:
         )
         rewards = [REWARDS[name] for name in config.rewards]
         learner = GRPOLearner(cluster, grpo_config(config), rewards, metric_fns=[self._rewarded])
-        if config.loss.level != "stock":
-            install_loss(learner, config.loss, self.mesh)
-        else:
-            trainer = cluster.actor_trainer
-            trainer.with_rl_metrics_to_log(trainer.rl_metrics_to_log | {"entropy": np.mean})
+        install_loss(learner, config.loss, self.mesh)
+        trainer = cluster.actor_trainer
+        trainer.with_rl_metrics_to_log(trainer.rl_metrics_to_log | {"entropy": np.mean})
         return learner
 
 
@@ -330,44 +325,6 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
         schedule = rate
     adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay)
     return adam if config.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
-
-
-def grpo_config(config: TrainConfig) -> Any:
-    """Tunix's GRPO options of a run."""
-    loss = config.loss
-    made = GRPOConfig(
-        num_generations=config.rollout.generations,
-        num_iterations=config.rollout.updates_per_rollout,
-        beta=loss.kl_coef,
-        kl_loss_mode=KL_NAMES[loss.kl],
-        epsilon=0.2 if loss.clip_low is None else loss.clip_low,
-        loss_algo="gspo-token" if loss.name == "gspo" else "grpo",
-    )
-    made.epsilon_high = made.epsilon if loss.clip_high is None else loss.clip_high
-    return made
-
-
-def install_loss(learner: Any, loss: LossConfig, mesh: jax.sharding.Mesh) -> None:
-    """The loss of a config, in a learner of Tunix."""
-    options: dict[str, Any] = dict(loss.options)
-    clips = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
-    given = {name: value for name, value in clips.items() if value is not None}
-    if given and loss.name not in CLIPPED:
-        raise TrainError(f"train config: loss.{min(given)} has no meaning for loss.name={loss.name}")
-    sharding = None
-    if mesh.size > 1 and loss.level == "hidden" and loss.implementation not in ("reference", "chunked"):
-        sharding = HeadSharding(mesh, tokens=("fsdp",), vocab=("tp",), head=loss.head)
-    # Tunix's own two losses are described by its config, and then divide as Tunix does.
-    as_tunix = loss.name in ("grpo", "gspo") and not options
-    use_logitless(
-        learner,
-        loss=None if as_tunix else loss.name,
-        loss_options=None if as_tunix else options | given,
-        level="logits" if loss.level == "logits" else "hidden",
-        implementation=loss.implementation,
-        block_sizes=loss.block_sizes,
-        sharding=sharding,
-    )
 
 
 def template_of(config: TrainConfig, policy: Policy) -> str:
