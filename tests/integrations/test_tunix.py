@@ -196,7 +196,7 @@ def test_the_entropy_is_that_of_the_logits(kept):
     entropy = -np.sum(np.exp(logprobs) * logprobs, axis=-1)
     counts = np.asarray(batch.completion_mask)
     _, aux, _ = loss_and_gradient(ours, batch)
-    assert aux["entropy"] == pytest.approx(entropy[counts].mean(), rel=1e-5)
+    assert aux["entropy"] == pytest.approx(float(entropy[counts].mean()), rel=1e-5)
     _, aux, _ = loss_and_gradient(use_logitless(learner(tiny_policy()), entropy=False), batch)
     assert "entropy" not in aux
 

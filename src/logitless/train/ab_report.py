@@ -128,11 +128,7 @@ def page(record: Record) -> str:
         "<tr>" + "".join(f"<td{' class=n' if i else ''}>{e(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
-    checks = "".join(
-        f"<tr><td>{e(c['arm'])}</td><td>{e(c['what'])}</td><td class=n>{c['value']:.4g}</td>"
-        f"<td class=n>{c['bound']:.4g}</td><td class={'pass' if c['passed'] else 'fail'}>{'passed' if c['passed'] else 'FAILED'}</td></tr>"
-        for c in verdict["checks"]
-    )
+    checks = "".join(_check_row(check) for check in verdict["checks"])
     plots = "".join(f"<figure style='margin:0'>{plot(record, *one)}</figure>" for one in PLOTS) + memory_plot(record)
     return f"""<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width">
 <title>{e(record["name"])}: A/B of losses</title><style>{STYLE}</style>
@@ -147,6 +143,13 @@ its own. Loss, divergence and reward: means of ten updates, over seeds ± their 
 <h2>Curves</h2><div class=plots>{plots}</div>
 <h2>Config</h2><pre>{e(config_text(record))}</pre></html>
 """
+
+
+def _check_row(check: Mapping[str, Any]) -> str:
+    word, mark = ("passed", "pass") if check["passed"] else ("FAILED", "fail")
+    numbers = f"<td class=n>{check['value']:.4g}</td><td class=n>{check['bound']:.4g}</td>"
+    texts = f"<td>{html.escape(check['arm'])}</td><td>{html.escape(check['what'])}</td>"
+    return f"<tr>{texts}{numbers}<td class={mark}>{word}</td></tr>"
 
 
 def circumstances(record: Record) -> str:
