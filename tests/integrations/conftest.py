@@ -1,0 +1,12 @@
+"""Settings of JAX that other packages expect."""
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def lenient_jax(strict_jax):
+    """Dtypes and ranks are promoted, as the packages that we adapt to need it; after, and so inside, the strict ones."""
+    del strict_jax
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
