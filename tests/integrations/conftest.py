@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def lenient_jax(strict_jax):
-    """Dtypes and ranks are promoted, as the packages that we adapt to need it; after, and so inside, the strict ones."""
+    """Dtypes and ranks are promoted, as these packages need it; set after the strict settings, and so inside them."""
     del strict_jax
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

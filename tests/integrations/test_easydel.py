@@ -2,16 +2,17 @@
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_packages import as_in_the_host, import_host, only_without
-from problems import assert_in_budget, peaked
 
 from logitless import HeadSharding, assert_logitless, audit, gradcheck
 from logitless.integrations import easydel as ours
+from problems import assert_in_budget, peaked
 
 pytestmark = as_in_the_host
 
@@ -23,14 +24,13 @@ def host():
     """EasyDeL, where it is installed."""
     # Without this it sets XLA flags that the XLA of later versions of JAX ends the process for.
     os.environ["EASYDEL_AUTO"] = "false"
-    import_host("easydel", "easydel", ours.TRIED)
-    import easydel
-    from easydel.infra import loss_utils
-    from easydel.trainers import _logprob_utils
-    from easydel.trainers.group_relative_policy_optimization import _fn as grpo
-    from flax import nnx
 
-    return SimpleNamespace(easydel=easydel, losses=loss_utils, scoring=_logprob_utils, grpo=grpo, nnx=nnx)
+    def part(module):
+        return import_host(module, "easydel", ours.TRIED)
+
+    grpo = part("easydel.trainers.group_relative_policy_optimization._fn")
+    losses = part("easydel.infra.loss_utils")
+    return SimpleNamespace(easydel=part("easydel"), losses=losses, grpo=grpo, nnx=part("flax.nnx"))
 
 
 def model_of(host, kind="Llama", devices=1, dtype=jnp.float32, **options):
@@ -60,12 +60,12 @@ def with_head(host, model, lm_head):
     return copy
 
 
-def problem(tied):
+def problem(tied, ignored_counts=False):
     p = peaked(B * T, D, V, "float32")
     labels = np.roll(np.asarray(p.targets).reshape(B, T), 1, axis=1)
     labels[0, 3:5] = -100
     mask = np.asarray(p.mask).reshape(B, T).copy()
-    mask[0, 3] = True
+    mask[0, 3:5] = ignored_counts
     arrays = {"hidden": p.hidden.reshape(B, T, D), "lm_head": p.lm_head if tied else p.lm_head.T}
     return arrays | {"labels": jnp.asarray(labels), "mask": jnp.asarray(mask)}
 
@@ -140,9 +140,22 @@ def test_the_loss_and_easydels_own_are_within_one_budget(host, kind, config):
         assert report.ok, f"{strategy}: {report}"
 
 
+def test_an_ignored_label_under_a_mask_of_1_counts_at_a_loss_and_a_gradient_of_0(host):
+    # EasyDeL gives it the loss 0 and, by a backward pass that takes targets to sum to 1, the gradient of a softmax.
+    model, args = model_of(host), problem(tied=False, ignored_counts=True)
+    strategies = our_strategy(model), host.losses.CausalLMLossStrategy()
+    ours_of, theirs_of = (
+        gradcheck(of_strategy(host, model, strategy, masked=True), plain(False, masked=True), args)
+        for strategy in strategies
+    )
+    assert ours_of.ok, ours_of
+    assert {budget.name for budget in theirs_of.failures} == {"d_hidden", "d_lm_head"}
+
+
 def test_no_logits_with_it_and_logits_without(host):
     model = model_of(host)
-    args, sizes = tuple(problem(tied=False).values()), {"vocab_size": V, "num_tokens": B * (T - 1)}
+    args = tuple(problem(tied=False).values())
+    sizes: dict[str, Any] = {"vocab_size": V, "num_tokens": B * (T - 1)}
     blocks = {"block_n": 8, "block_v": 128}
     logitless = of_strategy(host, model, our_strategy(model, block_sizes=blocks), masked=True)
     assert_logitless(lambda *a: logitless(*a)[0], *args, differentiate=(0, 1), **sizes)
@@ -183,14 +196,13 @@ def test_grpo_scores_by_it_within_the_context_and_not_after(host):
         return jnp.sum(logps + 0.1 * entropies), (logps, entropies)
 
     run = jax.value_and_grad(score, has_aux=True)
-    sizes = {"vocab_size": V, "num_tokens": B * (T - 4)}
+    sizes: dict[str, Any] = {"vocab_size": V, "num_tokens": B * (T - 4)}
     with model.mesh:
         (_, expected), wanted = run(params)
         assert not audit(lambda p: score(p)[0], params, **sizes).ok
         with ours.logitless_scoring(model, block_sizes={"block_n": 8, "block_v": 128}):
             (_, found), gradients = run(params)
             assert_logitless(lambda p: score(p)[0], params, **sizes)
-        assert host.grpo.compute_per_token_logps_and_entropies_from_hidden_states is not None
         assert not audit(lambda p: score(p)[0], params, **sizes).ok
     for name, mine, one in zip(("logprobs", "entropies"), found, expected, strict=True):
         assert_in_budget(name, mine, one, one)

@@ -2,28 +2,30 @@
 
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_packages import as_in_the_host, import_host, only_without
-from problems import SIZES, assert_in_budget, peaked
 
 from logitless import assert_logitless, audit, gradcheck
 from logitless.integrations import levanter as ours
+from problems import SIZES, assert_in_budget, peaked
 
 pytestmark = as_in_the_host
+
 
 @pytest.fixture(scope="module")
 def host():
     """Levanter, where it is installed."""
-    import_host("levanter", "marin-levanter", ours.TRIED)
-    import haliax
-    from levanter.kernels.pallas import fused_cross_entropy_loss as kernels
-    from levanter.models import loss
 
-    return SimpleNamespace(hax=haliax, kernels=kernels, loss=loss)
+    def part(module):
+        return import_host(module, "marin-levanter", ours.TRIED)
+
+    kernels = part("levanter.kernels.pallas.fused_cross_entropy_loss")
+    return SimpleNamespace(hax=part("haliax"), kernels=kernels, loss=part("levanter.models.loss"))
 
 
 def problem(n, d, v, dtype="float32"):
@@ -90,14 +92,14 @@ def test_it_takes_what_levanter_gives_its_own(host):
 
 def test_no_logits_with_it_and_logits_without(host):
     args = tuple(problem(*SIZES["nothing divides"]).values())
-    sizes = {"vocab_size": 301, "num_tokens": 37}
+    sizes: dict[str, Any] = {"vocab_size": 301, "num_tokens": 37}
     logitless = of_levanter(host, ours.fused_cross_entropy(block_sizes={"block_n": 16, "block_v": 128}))
     assert_logitless(lambda *a: logitless(*a)[0], *args, differentiate=(0, 1), **sizes)
     assert not audit(lambda *a: of_levanter(host, "reference")(*a)[0], *args, differentiate=(0, 1), **sizes).ok
 
 
 def of_models(host, **options):
-    """`maybe_fused_next_token_loss`, which Levanter's models call; the head's axes in another order than its kernel's."""
+    """`maybe_fused_next_token_loss`, which Levanter's models call; the head's axes are the other way round."""
 
     def fn(hidden, lm_head, targets, weight):
         hax = host.hax
@@ -143,7 +145,8 @@ def test_the_losses_of_models_are_within_the_budget_with_and_without(host):
 
 
 def test_the_losses_of_models_hold_no_logits_within_the_context_and_do_after(host):
-    args, sizes = tuple(model_problem().values()), {"vocab_size": 301, "num_tokens": 18, "differentiate": (0, 1)}
+    args = tuple(model_problem().values())
+    sizes: dict[str, Any] = {"vocab_size": 301, "num_tokens": 18, "differentiate": (0, 1)}
 
     def loss(*arrays):
         return of_models(host)(*arrays)[0]

@@ -1,17 +1,18 @@
 """MaxText: our loss in place of its vocabulary tiling, and its Tunix adapter, beside its own and a float64 oracle."""
 
-import os
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_packages import as_in_the_host, import_host, only_without
-from problems import assert_in_budget, peaked
 
 from logitless import HeadSharding, assert_logitless, audit, gradcheck
 from logitless.integrations import maxtext as ours
+from problems import assert_in_budget, peaked
 
 pytestmark = as_in_the_host
 
@@ -23,17 +24,17 @@ EPSILON = 1e-5
 @pytest.fixture(scope="module")
 def host():
     """MaxText, where it is installed."""
-    maxtext = import_host("maxtext", "maxtext", ours.TRIED)
-    from flax import nnx
-    from maxtext.configs import pyconfig
-    from maxtext.utils import model_creation_utils, vocabulary_tiling
 
-    base = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+    def part(module):
+        return import_host(module, "maxtext", ours.TRIED)
+
+    base = Path(str(part("maxtext").__file__)).parent / "configs" / "base.yml"
+    pyconfig = part("maxtext.configs.pyconfig")
     return SimpleNamespace(
-        nnx=nnx,
-        configure=lambda **options: pyconfig.initialize(["", base], **options),
-        create=model_creation_utils.from_config,
-        vocab_tiling_loss=vocabulary_tiling.vocab_tiling_nnx_loss,
+        nnx=part("flax.nnx"),
+        configure=lambda **options: pyconfig.initialize(["", str(base)], **options),
+        create=part("maxtext.utils.model_creation_utils").from_config,
+        vocab_tiling_loss=part("maxtext.utils.vocabulary_tiling").vocab_tiling_nnx_loss,
     )
 
 
@@ -127,8 +128,8 @@ def test_the_loss_and_maxtexts_own_are_within_one_budget(host, head):
     defaults = {"normalize_embedding_logits": False}
     made = model_of(host, num_vocab_tiling=3, **defaults | options)
     tied = head.startswith("tied")
-    # The gradient of a tied head goes through MaxText's cast to bfloat16, ours and its own.
-    floors = {"dlm_head_max_abs": 2.0**-8 * 40} if tied else None
+    # The gradient of a tied head goes through MaxText's cast to bfloat16, by us as by itself: half a unit below 8.
+    floors = {"dlm_head_max_abs": 2.0**-6} if tied else None
     for loss in (ours.vocab_tiling_loss(), host.vocab_tiling_loss):
         with jax.set_mesh(made[1]):
             report = gradcheck(of_loss(host, made, loss), plain(tied, **same), problem(tied), floors=floors)
@@ -137,9 +138,12 @@ def test_the_loss_and_maxtexts_own_are_within_one_budget(host, head):
 
 def test_no_logits_with_it_and_logits_without(host):
     made = model_of(host, num_vocab_tiling=2)
-    args, sizes = tuple(problem(tied=False).values()), {"vocab_size": V, "num_tokens": B * T, "differentiate": (0, 1)}
+    args = tuple(problem(tied=False).values())
+    sizes: dict[str, Any] = {"vocab_size": V, "num_tokens": B * T, "differentiate": (0, 1)}
     with jax.set_mesh(made[1]):
-        assert_logitless(lambda *a: of_loss(host, made, ours.vocab_tiling_loss(block_sizes=BLOCKS))(*a)[0], *args, **sizes)
+        assert_logitless(
+            lambda *a: of_loss(host, made, ours.vocab_tiling_loss(block_sizes=BLOCKS))(*a)[0], *args, **sizes
+        )
 
         def dense(hidden, lm_head, targets, segments):
             return plain(tied=False)(hidden, lm_head, targets, segments)[0]
@@ -223,7 +227,7 @@ def test_a_model_that_it_does_not_know_is_refused():
     p, model = problem(tied=False), stand_in()
     model.decoder.logits_dense.kernel_scale = 1.0
     data = {"targets": p["targets"], "targets_segmentation": p["segments"]}
-    with pytest.raises(NotImplementedError, match="a quantised or scaled logits_dense"):
+    with pytest.raises(NotImplementedError, match="a quantised or scaled head"):
         ours.vocab_tiling_loss()(model, p["hidden"], data, Config(), True)
     del model.decoder
     with pytest.raises(NotImplementedError, match="no decoder.decoder_norm"):
@@ -243,13 +247,12 @@ def test_another_version_is_refused(monkeypatch):
 
 
 def adapter_of(host, tied):
-    from maxtext.integration.tunix.tunix_adapter import TunixMaxTextAdapter
-
+    adapters = import_host("maxtext.integration.tunix.tunix_adapter", "maxtext", ours.TRIED)
     # The adapter looks the name up among the models whose weights it can map; the sizes are those of the test.
     name = "qwen3-0.6b" if tied else "llama3.1-8b"
     block = {"decoder_block": "qwen3" if tied else "llama2", "logits_via_embedding": tied}
     config, mesh, model = model_of(host, model_name=name, scan_layers=False, normalize_embedding_logits=tied, **block)
-    return TunixMaxTextAdapter(model), mesh
+    return adapters.TunixMaxTextAdapter(model), mesh
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -274,7 +277,7 @@ def test_tunix_scores_maxtexts_adapter_by_hidden_states(host, tied):
         arguments = {"pad_id": 0, "eos_id": 0, "stop_gradient": False, "temperature": 0.7}
         return common.compute_per_token_logps(plain_graph, state, prompts, completions, **arguments)
 
-    sizes = {"vocab_size": V, "num_tokens": B * (T - 5)}
+    sizes: dict[str, Any] = {"vocab_size": V, "num_tokens": B * (T - 5)}
     with jax.set_mesh(mesh):
         found, back = jax.vjp(mine, params)
         expected, theirs_back = jax.vjp(theirs, params)

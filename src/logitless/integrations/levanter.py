@@ -58,7 +58,6 @@ def fused_cross_entropy(
     gives a callable those that it infers for its kernels, whether or not a user chose any; float32 inputs multiply at
     HIGHEST precision unless `precision` says otherwise; a label outside the vocabulary gives NaN.
     """
-
     ours: dict[str, Any] = {"implementation": implementation, "block_sizes": block_sizes, "logits_dtype": logits_dtype}
 
     def logitless(

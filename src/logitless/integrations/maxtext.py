@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from logitless.integrations.maxtext_model import after_norm, head_of
 from logitless.integrations.versions import require
 from logitless.losses.linear import linear_cross_entropy
 from logitless.ops.api import linear_token_stats
@@ -76,8 +77,8 @@ def vocab_tiling_loss(
                 "tokens and vocabulary"
             )
         deterministic = not (config.enable_dropout and is_train)
-        hidden = _after_norm(model, hidden_states, deterministic)
-        lm_head, head = _head(model, config)
+        hidden = after_norm(model, hidden_states, deterministic)
+        lm_head, head = head_of(model, config)
         common = jnp.promote_types(hidden.dtype, lm_head.dtype) if head["layout"] == "VD" else lm_head.dtype
         arrays = hidden.astype(common), lm_head.astype(common)
         counts = data["targets_segmentation"] != 0
@@ -132,7 +133,7 @@ def with_hidden_states(adapter: Any) -> Any:
     if not isinstance(adapter, TunixMaxTextAdapter):
         raise TypeError(f"with_hidden_states: got {type(adapter).__name__}; needed is a TunixMaxTextAdapter")
     config = adapter.base.config
-    lm_head, head = _head(adapter.base, config)
+    lm_head, head = head_of(adapter.base, config)
     if head["bias"] is not None or (head["layout"] == "DV" and lm_head.dtype != config.dtype):
         raise NotImplementedError(
             f"with_hidden_states: the head has {'a bias' if head['bias'] is not None else lm_head.dtype.name}, and "
@@ -162,26 +163,26 @@ def _adapter_class(base: type) -> type:
     class HiddenStatesAdapter(base):
         @property
         def config(self) -> Any:
-            return Shown(self.base.config, _head(self.base, self.base.config)[1])
+            return Shown(self.base.config, head_of(self.base, self.base.config)[1])
 
         @property
-        def lm_head(self) -> Any:
-            lm_head, head = _head(self.base, self.base.config)
+        def lmhead_of(self) -> Any:
+            lm_head, head = head_of(self.base, self.base.config)
             return Part(w=lm_head) if head["layout"] == "DV" else None
 
         @property
         def embedder(self) -> Any:
-            lm_head, head = _head(self.base, self.base.config)
+            lm_head, head = head_of(self.base, self.base.config)
             return Part(input_embedding=lm_head) if head["layout"] == "VD" else None
 
         def __call__(self, *arrays: Any, output_hidden_states: bool = False, **inputs: Any) -> Any:
             if not output_hidden_states:
                 return super().__call__(*arrays, **inputs)
-            model, scale = self.base, _head(self.base, self.base.config)[1]["logit_scale"]
+            model, scale = self.base, head_of(self.base, self.base.config)[1]["logit_scale"]
 
             def states(shared_embedding: Any, y: jax.Array, deterministic: bool, *_: Any, **__: Any) -> jax.Array:
                 del shared_embedding
-                return scale * _after_norm(model, y, deterministic)
+                return scale * after_norm(model, y, deterministic)
 
             # For this call the decoder ends at its norm; an attribute of the object goes before the class's method.
             vars(model.decoder)["apply_output_head"] = states
@@ -193,40 +194,3 @@ def _adapter_class(base: type) -> type:
             return hidden, None
 
     return HiddenStatesAdapter
-
-
-def _after_norm(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
-    """What MaxText multiplies with the head: the states after the final norm and its dropout."""
-    decoder = getattr(model, "decoder", None)
-    if not (hasattr(decoder, "decoder_norm") and hasattr(decoder, "dropout")):
-        raise NotImplementedError(
-            f"vocab_tiling_loss: {type(model).__name__} has no decoder.decoder_norm and decoder.dropout; known are the "
-            "models of maxtext.models.models.Transformer"
-        )
-    return decoder.dropout(decoder.decoder_norm(hidden), deterministic=deterministic)
-
-
-def _head(model: Any, config: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """The head in the dtype in which MaxText multiplies, and its options."""
-    refused = {
-        "shard_mode=explicit": config.shard_mode.value == "explicit",
-        "parameter_memory_host_offload=True": config.parameter_memory_host_offload,
-    }
-    if not config.logits_via_embedding:
-        dense = model.decoder.logits_dense
-        refused["a quantised or scaled logits_dense"] = (
-            dense.quant is not None or dense.kernel_scale is not None or dense.weight_quant is not None
-        )
-    for option in (name for name, is_refused in refused.items() if is_refused):
-        raise NotImplementedError(f"vocab_tiling_loss: {option} is not supported; unset it, or keep MaxText's own loss")
-    if config.logits_via_embedding:
-        # MaxText multiplies with an embedding of bfloat16, whatever the dtypes of model and weights.
-        table = model.token_embedder.embedding[...].astype(jnp.bfloat16)
-        scale = table.shape[1] ** -0.5 if config.normalize_embedding_logits else 1.0
-        softcap = config.final_logits_soft_cap or None
-        return table, {"layout": "VD", "softcap": softcap, "logit_scale": scale, "bias": None, "precision": "default"}
-    kernel = dense.kernel[...].astype(dense.dtype)
-    bias = None if dense.bias is None else dense.bias[...].astype(dense.dtype)
-    # Only with the embedding does MaxText cap the logits.
-    options = {"layout": "DV", "softcap": None, "logit_scale": 1.0, "bias": bias, "precision": dense.matmul_precision}
-    return kernel, options
