@@ -53,11 +53,13 @@ def causal_loss(
         losses = _smoothed(losses, stats.lse - stats.mean_logits, config.label_smoothing, vocab)
     z_losses = config.z_loss * stats.lse**2
     total, z_total = jnp.sum(weights * (losses + z_losses)), jnp.sum(weights * z_losses)
-    given = loss_kwargs.get("num_items_in_batch", batch.get("num_items_in_batch"))
-    for divisor in (factor, given):
-        if divisor is not None:
-            divisor = jnp.asarray(divisor, total.dtype)
-            total, z_total = ratio_or_zero(total, divisor), ratio_or_zero(z_total, divisor)
+    if factor is not None:
+        factor = jnp.asarray(factor, total.dtype)
+        total, z_total = ratio_or_zero(total, factor), ratio_or_zero(z_total, factor)
+    items = loss_kwargs.get("num_items_in_batch", batch.get("num_items_in_batch"))
+    if items is not None:
+        # As EasyDeL has it, the z-loss that is only reported is not divided once more.
+        total = ratio_or_zero(total, jnp.asarray(items, total.dtype))
     return loss_utils.LossMetrics(loss=total, z_loss=z_total, weight_sum=jnp.sum(weights), accuracy=None)
 
 

@@ -166,7 +166,7 @@ def _adapter_class(base: type) -> type:
             return Shown(self.base.config, head_of(self.base, self.base.config)[1])
 
         @property
-        def lmhead_of(self) -> Any:
+        def lm_head(self) -> Any:
             lm_head, head = head_of(self.base, self.base.config)
             return Part(w=lm_head) if head["layout"] == "DV" else None
 
