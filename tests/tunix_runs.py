@@ -85,9 +85,10 @@ class Recorder:
         save = manager.save
 
         def recorded(step, *arguments, **options):
-            buffered = trainer._prev_buffered_train_metrics
-            metrics = {name: float(np.mean(np.asarray(v))) for name, (v, _) in buffered.additional_metrics.items()}
+            # Once more at the end, when nothing is new.
             if not keep or keep[-1]["step"] != step:
+                buffered = trainer._prev_buffered_train_metrics
+                metrics = {name: float(np.mean(np.asarray(v))) for name, (v, _) in buffered.additional_metrics.items()}
                 keep.append({"step": step, "loss": float(buffered.loss)} | metrics)
             return save(step, *arguments, **options)
 

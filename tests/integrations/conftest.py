@@ -1,17 +1,12 @@
-"""Tunix's models break under strict promotion of dtypes and ranks, and read Flax's variables in a deprecated way."""
+"""Settings of JAX that other packages expect."""
 
-from pathlib import Path
-
+import jax
 import pytest
 
 
-def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore::DeprecationWarning"))
-
-
-@pytest.fixture(autouse=True)
-def strict_jax():
-    """Not here."""
+@pytest.fixture
+def lenient_jax(strict_jax):
+    """Dtypes and ranks are promoted, as these packages need it; set after the strict settings, and so inside them."""
+    del strict_jax
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -32,6 +32,12 @@ from tunix_runs import (
     tiny_policy,
 )
 
+pytestmark = [
+    pytest.mark.usefixtures("lenient_jax"),
+    # Tunix reads the variables of Flax in a way that is deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
 EPS = np.finfo(np.float32).eps
 
 
@@ -135,10 +141,9 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-@pytest.mark.parametrize("empty_row", [None, 2], ids=["filled", "an empty completion"])
-def test_the_loss_of_every_mode_is_that_of_stock_tunix(pair, options, empty_row):
+def test_the_loss_of_every_mode_is_that_of_stock_tunix_with_an_empty_completion(pair, options):
     stock, ours = pair(**options)
-    batch = near_policy(stock, ref=options.get("beta") != 0.0, empty_row=empty_row)
+    batch = near_policy(stock, ref=options.get("beta") != 0.0, empty_row=2)
     want, got = loss_and_gradient(stock, batch), loss_and_gradient(ours, batch)
     assert abs(got[0] - want[0]) <= 30 * EPS * max(1, abs(want[0])), (got[0], want[0])
     assert_same_gradients(got[2], want[2])
@@ -196,7 +201,7 @@ def test_the_entropy_is_that_of_the_logits(kept):
     entropy = -np.sum(np.exp(logprobs) * logprobs, axis=-1)
     counts = np.asarray(batch.completion_mask)
     _, aux, _ = loss_and_gradient(ours, batch)
-    assert aux["entropy"] == pytest.approx(float(entropy[counts].mean()), rel=1e-5)
+    assert aux["entropy"] == pytest.approx(float(np.asarray(entropy)[counts].mean()), rel=1e-5)
     _, aux, _ = loss_and_gradient(use_logitless(learner(tiny_policy()), entropy=False), batch)
     assert "entropy" not in aux
 
