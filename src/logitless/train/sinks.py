@@ -147,9 +147,10 @@ def open_sinks(
         keep_until: the step at which the run resumes, 0 for a new one.
         say: takes a line for the user.
     """
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", keep_until)]
+    # The lines last: a tracker that is not installed is said before a file is opened.
+    sinks: list[Sink] = []
     if config.wandb != "disabled":
         sinks.append(Wandb(config, name, folder, settings, say))
     if config.trackio:
         sinks.append(Trackio(config, name, settings))
-    return sinks
+    return [JsonLines(folder / "metrics.jsonl", keep_until), *sinks]
