@@ -1,0 +1,500 @@
+"""Calls: into functions and classes of the target, which are read in turn, and to names from outside."""
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+from logitless.source_audit.callables import CALLABLE, Bound, Call, Checkpointed, Closure, Gradient, Launch, Partial, Super
+from logitless.source_audit.expressions import (
+    bases_of,
+    element_of,
+    evaluate,
+    member_of_class,
+    outside_bases,
+    together,
+)
+from logitless.source_audit.machine import DEPTH, Machine, Scope, root
+from logitless.source_audit.names import Assigned, Class, Function
+from logitless.source_audit.operations import (
+    CHECKPOINTS,
+    CUSTOM_GRADIENTS,
+    HEAD_WORDS,
+    LOSS_WORDS,
+    PRODUCT_WORDS,
+    last,
+    makes_kernel,
+)
+from logitless.source_audit.values import BLANK, Facts, Method, Outside, Site, Value, joined
+
+
+def call_expression(machine: Machine, node: ast.Call, scope: Scope) -> Value:
+    """The value of a call."""
+    if isinstance(node.func, ast.Name) and node.func.id == "super" and scope.get("super") is None:
+        return _super(machine, node, scope)
+    function = evaluate(machine, node.func, scope)
+    args, kwargs = _arguments(machine, node, scope)
+    return call(machine, function, args, kwargs, machine.site(node, scope), scope)
+
+
+def _super(machine: Machine, node: ast.Call, scope: Scope) -> Value:
+    around: Scope | None = scope
+    while around is not None and (around.function is None or around.function.owner is None):
+        around = around.parent
+    if around is None or around.function is None or around.function.owner is None:
+        return Value()
+    parameters = around.function.parameters
+    receiver = around.names.get(parameters[0].arg) if parameters else None
+    return Value(refs=(Super(around.function.owner, receiver or Value()),))
+
+
+def _arguments(machine: Machine, node: ast.Call, scope: Scope) -> tuple[list[Value], dict[str, Value]]:
+    args: list[Value] = []
+    for one in node.args:
+        if not isinstance(one, ast.Starred):
+            args.append(evaluate(machine, one, scope))
+            continue
+        inner = evaluate(machine, one.value, scope)
+        if inner.items is not None:
+            args += inner.items
+        else:
+            element = element_of(inner, None)
+            args.append(replace_kind(element, "star"))
+    kwargs: dict[str, Value] = {}
+    for keyword in node.keywords:
+        value = evaluate(machine, keyword.value, scope)
+        if keyword.arg is not None:
+            kwargs[keyword.arg] = value
+        elif value.fields is not None:
+            kwargs |= {name: one for name, one in value.fields.items() if name not in kwargs}
+        else:
+            kwargs["**"] = value
+    return args, kwargs
+
+
+def replace_kind(value: Value, kind: str) -> Value:
+    """The same value, to be read in another way."""
+    made = Value(value.facts, value.refs, value.items, value.fields, (value,), None, value.path, value.owner)
+    made.element, made.kind = value.element, kind
+    return made
+
+
+def call(
+    machine: Machine,
+    function: Value,
+    args: list[Value],
+    kwargs: dict[str, Value],
+    site: Site,
+    scope: Scope,
+) -> Value:
+    """Calls whatever the value may be."""
+    found = []
+    for ref in function.refs:
+        more = {**kwargs, "<path>": function} if ref == Outside("<linear>") else kwargs
+        found.append(call_ref(machine, ref, args, more, site, scope))
+    keyed = _by_key(machine, function, args, kwargs, site, scope)
+    found += keyed
+    if not function.refs and function.owner is not None:
+        method = member_of_class(machine, function.owner, "__call__", function) or member_of_class(
+            machine, function.owner, "forward", function
+        )
+        if method is not None:
+            return call(machine, method, args, kwargs, site, scope)
+    if not found:
+        return _unknown(machine, function, args, kwargs, site)
+    return joined(found)
+
+
+def _by_key(
+    machine: Machine, function: Value, args: list[Value], kwargs: dict[str, Value], site: Site, scope: Scope
+) -> list[Value]:
+    """What functions that are registered under the constant first argument give."""
+    key = args[0].constant if args else None
+    if not isinstance(key, str) or not any(isinstance(ref, Closure) for ref in function.refs):
+        return []
+    names = {ref.function.name for ref in function.refs if isinstance(ref, Closure)}
+    if any(name.startswith(("register", "declare")) for name in names):
+        return []
+    registered = registry(machine).get(key, [])
+    rest = {name: value for name, value in kwargs.items() if name == "**"}
+    return [inline(machine, Closure(one, None), args[1:], kwargs | rest, None, site) for one in registered]
+
+
+def registry(machine: Machine) -> dict[str, list[Function]]:
+    """Functions of the target by the text that a decorator of theirs is given: `@register("name", ...)`."""
+    cache = machine.program.cache
+    if "registry" not in cache:
+        found: dict[str, list[Function]] = {}
+        for file in machine.program.tree.files.values():
+            if file.tree is None:
+                continue
+            for bindings in machine.program.module(file.path).scope.values():
+                for function in bindings:
+                    if isinstance(function, Function):
+                        for key in _keys(function):
+                            found.setdefault(key, []).append(function)
+        cache["registry"] = found
+    return cache["registry"]
+
+
+def _keys(function: Function) -> list[str]:
+    found = []
+    for decorator in function.decorators:
+        if isinstance(decorator, ast.Call) and decorator.args and isinstance(decorator.args[0], ast.Constant):
+            if isinstance(decorator.args[0].value, str):
+                found.append(decorator.args[0].value)
+    return found
+
+
+def call_ref(
+    machine: Machine,
+    ref: Any,
+    args: list[Value],
+    kwargs: dict[str, Value],
+    site: Site,
+    scope: Scope,
+) -> Value:
+    """Calls one thing that a value may be."""
+    from logitless.source_audit.outside import outside_call
+    from logitless.source_audit.transforms import checkpointed
+
+    if isinstance(ref, Closure):
+        return inline(machine, ref, args, kwargs, None, site)
+    if isinstance(ref, Bound):
+        return inline(machine, ref.closure, args, kwargs, ref.receiver, site)
+    if isinstance(ref, Partial):
+        return call_ref(machine, ref.ref, [*ref.args, *args], {**ref.kwargs, **kwargs}, site, scope)
+    if isinstance(ref, Gradient):
+        return _with_gradient(machine, ref, args, kwargs, site, scope)
+    if isinstance(ref, Checkpointed):
+        return checkpointed(machine, [ref.ref], args, kwargs, Call(ref.site, "", "", args, kwargs, False, scope))
+    if isinstance(ref, Launch):
+        return _launch(machine, ref, args, kwargs, site)
+    if isinstance(ref, Class):
+        return instantiate(machine, ref, args, kwargs, site)
+    if isinstance(ref, Outside):
+        return outside_call(machine, Call(site, last(ref.name), ref.name, args, kwargs, False, scope))
+    if isinstance(ref, Method):
+        return _method(machine, ref, args, kwargs, site, scope)
+    return Value(together([*args, *kwargs.values()]))
+
+
+def _with_gradient(
+    machine: Machine, ref: Gradient, args: list[Value], kwargs: dict[str, Value], site: Site, scope: Scope
+) -> Value:
+    value = call_ref(machine, ref.ref, args, kwargs, site, scope)
+    machine.note("gradient", site, ref.by, value.all_facts())
+    return Value(value.all_facts())
+
+
+def _method(
+    machine: Machine, ref: Method, args: list[Value], kwargs: dict[str, Value], site: Site, scope: Scope
+) -> Value:
+    from logitless.source_audit.outside import outside_call
+
+    receiver = ref.receiver
+    classes = [one for one in receiver.refs if isinstance(one, Class)]
+    if ref.name == "apply" and classes:
+        return joined([apply(machine, one, args, kwargs, site) for one in classes])
+    if HEAD_WORDS.search(f"{receiver.path}.{ref.name}" if receiver.path else ref.name) and not receiver.facts.products:
+        return _named_head(machine, f"{receiver.path}.{ref.name}".strip("."), args, kwargs, site)
+    dotted = f"{receiver.path}.{ref.name}" if receiver.path else ref.name
+    return outside_call(machine, Call(site, ref.name, dotted, [receiver, *args], kwargs, True, scope))
+
+
+def _named_head(
+    machine: Machine, name: str, args: list[Value], kwargs: dict[str, Value], site: Site
+) -> Value:
+    hidden = together([*args, *kwargs.values()])
+    head = Facts(frozenset({name}))
+    facts = machine.product(site, hidden, head, named=True)
+    return Value(facts, mark=f"@{site.path}:{site.line}")
+
+
+def _unknown(
+    machine: Machine, function: Value, args: list[Value], kwargs: dict[str, Value], site: Site
+) -> Value:
+    facts = together([*args, *kwargs.values()])
+    if function.path and HEAD_WORDS.search(function.path):
+        return _named_head(machine, function.path, args, kwargs, site)
+    if function.path and facts.is_data:
+        machine.note("dynamic", site, f"calls `{function.path}`, which is not known before the program runs", facts)
+    handed = [ref for value in args for ref in value.refs if isinstance(ref, CALLABLE)]
+    return Value(facts | function.facts, tuple(handed))
+
+
+def instantiate(machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Value], site: Site) -> Value:
+    """An instance of a class of the target."""
+    value = Value(together([*args, *kwargs.values()]), owner=made, fields={})
+    value.facts = BLANK
+    init = member_of_class(machine, made, "__init__", value)
+    if init is not None:
+        call(machine, init, args, kwargs, site, Scope(made.module))
+        return value
+    names = [name for one in reversed(bases_of(machine, made)) for name in one.assigned]
+    value.fields = {**dict(zip(names, args, strict=False)), **kwargs}
+    return value
+
+
+def apply(machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Value], site: Site) -> Value:
+    """`Class.apply` of an autograd Function: its forward, then its backward."""
+    machine.called.add(id(made.node))
+    context = Value(fields={}, kind="context")
+    receiver = Value(refs=(made,))
+    forward = member_of_class(machine, made, "forward", receiver)
+    if forward is None:
+        return Value(together([*args, *kwargs.values()]))
+    scope = Scope(made.module)
+    setup = member_of_class(machine, made, "setup_context", receiver)
+    if setup is not None:
+        result = call(machine, forward, args, kwargs, site, scope)
+        call(machine, setup, [context, Value(items=args), result], {}, site, scope)
+    else:
+        result = call(machine, forward, [context, *args], kwargs, site, scope)
+    run_backward(machine, made, context, site)
+    return result
+
+
+def run_backward(machine: Machine, made: Class, context: Value, site: Site) -> None:
+    """The backward of an autograd Function, once in a reading."""
+    backward = member_of_class(machine, made, "backward", Value(refs=(made,)))
+    key = ("backward", id(made), site)
+    if backward is None or machine.phase == "backward" or key in machine.cache:
+        return
+    machine.cache[key] = True
+    gradient = replace_kind(root("grad_output"), "star")
+    _in_backward(machine, backward, [context, gradient], site, Scope(made.module))
+
+
+def _in_backward(machine: Machine, function: Value, args: list[Value], site: Site, scope: Scope) -> None:
+    machine.phase = "backward"
+    try:
+        call(machine, function, args, {}, site, scope)
+    finally:
+        machine.phase = "forward"
+
+
+def _launch(machine: Machine, ref: Launch, args: list[Value], kwargs: dict[str, Value], site: Site) -> Value:
+    """A Pallas kernel on its operands; the references beyond them are its results."""
+    target, bound, named = ref.ref, [], {}
+    while isinstance(target, Partial):
+        bound, named, target = [*target.args, *bound], {**target.kwargs, **named}, target.ref
+    closure = target.closure if isinstance(target, Bound) else target
+    if not isinstance(closure, Closure):
+        return Value(together(args))
+    function = closure.function
+    function.kernel = True
+    count = len([one for one in function.parameters if one.arg not in named]) - len(bound) - len(args)
+    results = [Value(mark=f"@{site.path}:{site.line}#{at}") for at in range(max(count, 0))]
+    if function.node.args.vararg is not None:
+        results.append(Value(mark=f"@{site.path}:{site.line}#*"))
+    inline(machine, closure, [*bound, *args, *results], {**named, **kwargs}, None, site)
+    return Value(together(results), items=None)
+
+
+def inline(
+    machine: Machine,
+    closure: Closure,
+    args: list[Value],
+    kwargs: dict[str, Value],
+    receiver: Value | None,
+    site: Site,
+) -> Value:
+    """Reads the body of a function of the target with these arguments."""
+    function = closure.function
+    machine.called.add(id(function.node))
+    if receiver is not None:
+        args = [receiver, *args]
+    given = [*args, *kwargs.values()]
+    if function in machine.calls or len(machine.calls) >= DEPTH:
+        return Value(together(given))
+    launch = function.kernel and not machine.kernels
+    scope = Scope(function.module, function, closure.scope)
+    bind(machine, scope, args, kwargs, pointer_site=site if launch else None)
+    key = (id(function.node), id(closure.scope), tuple(machine.loops), machine.kernel, machine.phase, _key(scope))
+    if key in machine.cache:
+        return machine.cache[key]
+    before = machine.writes
+    result = _body(machine, function, scope, site if launch else None)
+    result = _product_by_name(machine, function, given, result, site)
+    if machine.writes == before:
+        machine.cache[key] = result
+    _custom_gradient(machine, closure, args, kwargs, site)
+    return result
+
+
+def _body(machine: Machine, function: Function, scope: Scope, launch: Site | None) -> Value:
+    from logitless.source_audit.statements import execute
+
+    machine.calls.append(function)
+    if launch is not None:
+        machine.kernels.append((Site(function.module.file.path, function.node.lineno), launch))
+        machine.note("launch", launch, function.name)
+    try:
+        if isinstance(function.node, ast.Lambda):
+            return evaluate(machine, function.node.body, scope)
+        execute(machine, function.node.body, scope)
+    finally:
+        machine.calls.pop()
+        if launch is not None:
+            machine.kernels.pop()
+    return joined(scope.returned)
+
+
+def _key(scope: Scope) -> tuple[Any, ...]:
+    return tuple(
+        (name, value.facts, value.refs, value.constant, value.path, id(value) if value.parts() else 0)
+        for name, value in scope.names.items()
+    )
+
+
+def _product_by_name(
+    machine: Machine, function: Function, given: list[Value], result: Value, site: Site
+) -> Value:
+    """Where a function's insides show no product but its name says so, its first two operands are multiplied."""
+    if not PRODUCT_WORDS.search(function.name) or LOSS_WORDS.search(function.name) or function.kernel:
+        return result
+    operands = [value.all_facts() for value in given if value.all_facts().is_data]
+    known = frozenset().union(*(facts.products for facts in operands)) if operands else frozenset()
+    if len(operands) < 2 or result.all_facts().products - known or operands[0].marks & {"logp"}:
+        return result
+    if result.all_facts().softmaxes:
+        return result
+    facts = machine.product(site, operands[0], operands[1], named=True)
+    return Value(facts, mark=f"@{site.path}:{site.line}")
+
+
+def _custom_gradient(
+    machine: Machine, closure: Closure, args: list[Value], kwargs: dict[str, Value], site: Site
+) -> None:
+    """The forward and backward functions of a custom VJP, once in a reading."""
+    function = closure.function
+    rules = function.gradients or _rules(machine, function, closure.scope)
+    key = ("vjp", id(function.node))
+    if len(rules) < 2 or machine.phase == "backward" or key in machine.cache:
+        return
+    machine.cache[key] = True
+    scope = Scope(function.module)
+    result = call(machine, rules[0], args, kwargs, site, scope)
+    residuals = result.items[1] if result.items is not None and len(result.items) == 2 else result
+    backward = next((ref for ref in rules[1].refs if isinstance(ref, Closure)), None)
+    count = len(backward.function.parameters) if backward is not None else 2
+    static = [root(one.arg) for one in backward.function.parameters[: count - 2]] if backward is not None else []
+    _in_backward(machine, rules[1], [*static, residuals, root("cotangent")], site, scope)
+
+
+def _rules(machine: Machine, function: Function, scope: Scope | None) -> list[Value]:
+    node = function.module.rules.get(function.name) if scope is None else None
+    if node is None:
+        return []
+    return [evaluate(machine, one, Scope(function.module)) for one in node.args]
+
+
+def bind(
+    machine: Machine,
+    scope: Scope,
+    args: list[Value],
+    kwargs: dict[str, Value],
+    pointer_site: Site | None = None,
+) -> None:
+    """Binds arguments to the parameters of a scope's function; in a kernel each array is a pointer."""
+    function = scope.function
+    assert function is not None
+    spec = function.node.args
+    positional = [*spec.posonlyargs, *spec.args]
+    star = next((value for value in args if value.kind == "star"), None)
+    plain = [value for value in args if value.kind != "star"]
+    rest = kwargs.get("**")
+    for at, parameter in enumerate(positional):
+        if at < len(plain):
+            scope.names[parameter.arg] = plain[at]
+        elif parameter.arg in kwargs:
+            scope.names[parameter.arg] = kwargs[parameter.arg]
+        elif star is not None:
+            scope.names[parameter.arg] = star
+        else:
+            scope.names[parameter.arg] = _default(machine, function, parameter.arg, rest, scope)
+    for parameter in spec.kwonlyargs:
+        given = kwargs.get(parameter.arg)
+        scope.names[parameter.arg] = given or _default(machine, function, parameter.arg, rest, scope)
+    if spec.vararg is not None:
+        more = plain[len(positional) :]
+        scope.names[spec.vararg.arg] = Value(items=more) if star is None else Value(together(args), element=star)
+    if spec.kwarg is not None:
+        known = {one.arg for one in function.parameters}
+        fields = {name: value for name, value in kwargs.items() if name not in known and name != "**"}
+        scope.names[spec.kwarg.arg] = Value(fields=fields, element=rest)
+    _remember_functions(machine, function, scope)
+    if pointer_site is not None:
+        scope.names = {name: _pointer(value, name, pointer_site) for name, value in scope.names.items()}
+
+
+def _remember_functions(machine: Machine, function: Function, scope: Scope) -> None:
+    known = machine.program.cache.setdefault("arguments", {})
+    for name, value in scope.names.items():
+        refs = tuple(ref for ref in value.refs if isinstance(ref, Closure | Bound | Partial | Class))
+        if refs:
+            before = known.get((id(function.node), name), ())
+            known[id(function.node), name] = tuple(dict.fromkeys((*before, *refs)))[:8]
+
+
+def _pointer(value: Value, name: str, site: Site) -> Value:
+    if value.refs or value.constant is not None or value.kind == "none":
+        return value
+    if not value.marks():
+        value.mark = f"@{site.path}:{site.line}:{name}"
+    facts = value.all_facts()
+    facts = replace(facts, marks=facts.marks | value.marks() | {"ptr"})
+    if value.items is not None:
+        return Value(facts, items=[_pointer(one, name, site) for one in value.items], bases=(value,))
+    return Value(facts, bases=(value,))
+
+
+def _default(machine: Machine, function: Function, name: str, rest: Value | None, scope: Scope) -> Value:
+    if rest is not None and rest.all_facts().is_data:
+        return Value(rest.all_facts(), rest.all_refs())
+    spec = function.node.args
+    positional = [*spec.posonlyargs, *spec.args]
+    pairs = list(zip(reversed(positional), reversed(spec.defaults), strict=False))
+    pairs += [(one, node) for one, node in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if node is not None]
+    for parameter, node in pairs:
+        if parameter.arg == name:
+            return evaluate(machine, node, scope.parent or Scope(function.module))
+    return Value()
+
+
+def decorated(machine: Machine, value: Value, function: Function, scope: Scope) -> Value:
+    """A function as its decorators leave it: most only wrap it, some make a kernel or a custom VJP of it."""
+    for decorator in reversed(function.decorators):
+        node = decorator.func if isinstance(decorator, ast.Call) else decorator
+        dotted = _dotted_of(machine, node, scope)
+        if makes_kernel(dotted):
+            function.kernel = True
+        elif isinstance(decorator, ast.Call) and last(dotted) == "partial" and decorator.args:
+            inner = _dotted_of(machine, decorator.args[0], scope)
+            function.kernel = function.kernel or makes_kernel(inner)
+            dotted = inner
+        function.custom = function.custom or last(dotted) in CUSTOM_GRADIENTS
+        if last(dotted) in CHECKPOINTS:
+            site = Site(function.module.file.path, decorator.lineno)
+            value = Value(refs=tuple(Checkpointed(ref, site) for ref in value.refs))
+    return value
+
+
+def _dotted_of(machine: Machine, node: ast.expr, scope: Scope) -> str:
+    """What a decorator is called, in full; aliases are resolved."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Call):
+        return _dotted_of(machine, node.func, scope)
+    if not isinstance(node, ast.Name):
+        return ".".join(reversed(parts))
+    found = machine.program.lookup(scope.module, node.id)
+    head = next((one.name for one in found if isinstance(one, Outside)), node.id)
+    assigned = next((one for one in found if isinstance(one, Assigned)), None)
+    if assigned is not None and isinstance(assigned.node, ast.Attribute):
+        head = _dotted_of(machine, assigned.node, scope)
+    return ".".join([head, *reversed(parts)])
+
+
