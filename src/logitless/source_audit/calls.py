@@ -238,6 +238,9 @@ def instantiate(machine: Machine, made: Class, args: list[Value], kwargs: dict[s
 def apply(machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Value], site: Site) -> Value:
     """`Class.apply` of an autograd Function: its forward, then its backward."""
     machine.called.add(id(made.node))
+    applied = _class_by_summary(machine, made, args, kwargs, site)
+    if applied is not None:
+        return applied
     context = Value(fields={}, kind="context")
     receiver = Value(refs=(made,))
     forward = member_of_class(machine, made, "forward", receiver)
@@ -252,6 +255,24 @@ def apply(machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Va
         result = call(machine, forward, [context, *args], kwargs, site, scope)
     run_backward(machine, made, context, site)
     return result
+
+
+def _class_by_summary(
+    machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Value], site: Site
+) -> Value | None:
+    from logitless.source_audit.entries import summary_of
+    from logitless.source_audit.summary import apply_summary, usable
+
+    function = next((one.methods["forward"] for one in bases_of(machine, made) if "forward" in one.methods), None)
+    if made is machine.subject or made.scope is not None or function is None or kwargs:
+        return None
+    spec = function.node.args
+    if spec.vararg is not None or any(value.kind == "star" for value in args):
+        return None
+    names = [one.arg for one in function.parameters if one.arg not in ("self", "cls", "ctx")]
+    given = dict(zip(names, args, strict=False))
+    summary = summary_of(machine, made) if usable(given) else None
+    return None if summary is None else apply_summary(machine, summary, given, site)
 
 
 def run_backward(machine: Machine, made: Class, context: Value, site: Site) -> None:
@@ -308,6 +329,9 @@ def inline(
     if function in machine.calls or len(machine.calls) >= DEPTH:
         return Value(together(given))
     launch = function.kernel and not machine.kernels
+    applied = _by_summary(machine, closure, args, kwargs, site) if receiver is None else None
+    if applied is not None:
+        return applied
     scope = Scope(function.module, function, closure.scope)
     bind(machine, scope, args, kwargs, pointer_site=site if launch else None)
     key = (id(function.node), id(closure.scope), tuple(machine.loops), machine.kernel, machine.phase, _key(scope))
@@ -320,6 +344,34 @@ def inline(
         machine.cache[key] = result
     _custom_gradient(machine, closure, args, kwargs, site)
     return result
+
+
+def _by_summary(
+    machine: Machine, closure: Closure, args: list[Value], kwargs: dict[str, Value], site: Site
+) -> Value | None:
+    """What a call gives by what is known of the function already; None where its body must be read."""
+    from logitless.source_audit.entries import summary_of
+    from logitless.source_audit.summary import apply_summary, usable
+
+    function = closure.function
+    if closure.scope is not None or function.owner is not None or function is machine.subject or machine.kernels:
+        return None
+    scope = Scope(function.module, function, None)
+    if "**" in kwargs or function.node.args.vararg is not None or function.node.args.kwarg is not None:
+        return None
+    if any(value.kind == "star" for value in args):
+        return None
+    bind(machine, scope, args, kwargs)
+    if not usable(scope.names):
+        return None
+    summary = summary_of(machine, function)
+    if summary is None:
+        return None
+    for name, value in scope.names.items():
+        if function.kernel and value.facts.is_data and not value.marks():
+            value.mark = f"@{site.path}:{site.line}:{name}"
+            value.facts = value.facts | Facts(marks=frozenset({value.mark}))
+    return apply_summary(machine, summary, scope.names, site)
 
 
 def _body(machine: Machine, function: Function, scope: Scope, launch: Site | None) -> Value:

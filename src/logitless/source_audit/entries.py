@@ -11,6 +11,7 @@ from logitless.source_audit.expressions import bases_of, global_value, member_of
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
 from logitless.source_audit.names import Class, Function, Module, Program
 from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, SEEDS
+from logitless.source_audit.summary import Summary
 from logitless.source_audit.values import LossEvent, Note, Site, Value
 
 SCALARS = {"int", "float", "bool", "str"}
@@ -43,6 +44,7 @@ class Reading:
     complete: bool = True
     owner: str = ""
     node: Any = None
+    summary: Summary | None = None
 
 
 @dataclass(eq=False)
@@ -89,17 +91,45 @@ def is_autograd(machine: Machine, made: Class) -> bool:
 
 
 def read(program: Program, subject: Function | Class, *, budget: int, arguments: bool = False) -> list[Reading]:
-    """Reads one entry point, and what it defines but does not call itself."""
+    """Reads one entry point, and what it defines but does not call itself; once, unless with known arguments."""
+    known = program.cache.setdefault("readings", {})
+    key = id(subject.node)
+    if key in known and not arguments:
+        return known[key]
     machine = Machine(program, budget=budget)
-    kind = "function"
-    complete = True
+    machine.subject = subject
+    kind, complete = "function", True
+    program.cache.setdefault("reading", set()).add(key)
     try:
         kind = _start(machine, subject, arguments)
     except (Exhausted, RecursionError):
         complete = False
-    readings = [_reading(machine, subject, kind, complete)]
-    readings += _nested(program, machine, budget)
+    program.cache["reading"].discard(key)
+    first = _reading(machine, subject, kind, complete)
+    first.summary = Summary(
+        machine.roots, machine.result, first.events, first.notes, machine.called, first.site
+    )
+    readings = [first, *_nested(program, machine, budget)]
+    if not arguments:
+        known[key] = readings
     return readings
+
+
+def summary_of(machine: Machine, subject: Function | Class) -> Summary | None:
+    """The summary of a function or an autograd class, read now if need be; None where it cannot be had."""
+    program = machine.program
+    if id(subject.node) in program.cache.get("reading", ()) or not worth_a_summary(subject):
+        return None
+    first = read(program, subject, budget=BUDGET)[0]
+    if not first.complete or any(note.kind == "dynamic" for note in first.notes):
+        return None
+    return first.summary
+
+
+def worth_a_summary(subject: Function | Class) -> bool:
+    """Short functions are read anew, in their context."""
+    length = (subject.node.end_lineno or 0) - subject.node.lineno
+    return length >= 12
 
 
 def _reading(machine: Machine, subject: Function | Class, kind: str, complete: bool) -> Reading:
@@ -142,14 +172,15 @@ def _start(machine: Machine, subject: Function | Class, arguments: bool) -> str:
     scope = Scope(subject.module)
     if isinstance(subject, Class):
         return _start_class(machine, subject, site, scope, arguments)
-    value = global_value(machine, subject.module, subject.name) if subject.owner is None else Value()
-    _ = value
+    if subject.owner is None:
+        # Decorators and later assignments may make a kernel of it.
+        global_value(machine, subject.module, subject.name)
     closure = Closure(subject, None)
     args = [_root_of(machine, subject, one, arguments) for one in _positional(subject)]
     kwargs = {one.arg: _root_of(machine, subject, one, arguments) for one in subject.node.args.kwonlyargs}
     if subject.node.args.kwarg is not None:
         kwargs["**"] = root(subject.node.args.kwarg.arg)
-    call_ref(machine, closure, args, kwargs, site, scope)
+    machine.result = call_ref(machine, closure, args, kwargs, site, scope)
     if subject.kernel:
         return "kernel"
     return "custom_vjp" if subject.custom else "function"
@@ -160,6 +191,11 @@ def _positional(function: Function) -> list[ast.arg]:
 
 
 def _root_of(machine: Machine, function: Function, parameter: ast.arg, arguments: bool) -> Value:
+    machine.roots[parameter.arg] = value = _root_value(machine, function, parameter, arguments)
+    return value
+
+
+def _root_value(machine: Machine, function: Function, parameter: ast.arg, arguments: bool) -> Value:
     name = parameter.arg
     if function.owner is not None and parameter is (_positional(function) or [None])[0] and not function.is_static():
         if function.is_class_method():
@@ -197,7 +233,7 @@ def _start_class(machine: Machine, made: Class, site: Site, scope: Scope, argume
             parameters = parameters[1:] if "setup_context" not in made.methods else parameters
         args = [_root_of_static(machine, function, one, arguments) for one in parameters]
         more = function.node.args.vararg
-        apply(machine, made, [*args, *([] if more is None else [root(more.arg)])], {}, site)
+        machine.result = apply(machine, made, [*args, *([] if more is None else [root(more.arg)])], {}, site)
         return "autograd Function"
     instance = Value(owner=made, path="self", fields={})
     method = member_of_class(machine, made, function.name, instance)
@@ -212,6 +248,11 @@ def _start_class(machine: Machine, made: Class, site: Site, scope: Scope, argume
 
 
 def _root_of_static(machine: Machine, function: Function, parameter: ast.arg, arguments: bool) -> Value:
+    machine.roots[parameter.arg] = value = _static_value(machine, function, parameter, arguments)
+    return value
+
+
+def _static_value(machine: Machine, function: Function, parameter: ast.arg, arguments: bool) -> Value:
     if arguments:
         known = machine.program.cache.get("arguments", {}).get((id(function.node), parameter.arg))
         if known:

@@ -79,6 +79,10 @@ class Machine:
     called: set[int] = field(default_factory=set)
     made: "list[tuple[Value, Scope]]" = field(default_factory=list)
     cache: "dict[Any, Any]" = field(default_factory=dict)
+    seen: "dict[Any, Any]" = field(default_factory=dict)
+    subject: Any = None
+    roots: dict[str, Value] = field(default_factory=dict)
+    result: Value = field(default_factory=Value)
     steps: int = 0
     writes: int = 0
 
@@ -90,8 +94,14 @@ class Machine:
     def site(self, node: ast.AST, scope: Scope) -> Site:
         return Site(scope.module.file.path, getattr(node, "lineno", 1))
 
-    def note(self, kind: str, site: Site, text: str = "", facts: Facts = BLANK) -> None:
-        self.notes.setdefault(Note(kind, site, self.phase, text, facts.products, facts.sources))
+    def note(self, kind: str, site: Site, text: str = "", facts: Facts = BLANK, phase: str = "") -> None:
+        """Keeps what was seen at a line, once for each set of logits."""
+        phase = phase or self.phase
+        key = ("note", kind, site, text, phase, facts.products)
+        if key in self.seen:
+            return
+        self.seen[key] = True
+        self.notes.setdefault(Note(kind, site, phase, text, facts.products, facts.sources))
 
     @property
     def kernel(self) -> Site | None:
@@ -107,7 +117,11 @@ class Machine:
             return either.unmarked("iota", "mask", "range")
         scored = bool(either.softmaxes)
         pieces = tuple(loop for loop in self.loops if loop in either.loops)
-        made = Product(
+        key = ("product", site, pieces, self.kernel, self.kernels[-1][1] if self.kernels else None)
+        known = self.seen.get(key)
+        if known is not None and known.left >= left.sources and known.right >= right.sources:
+            return self._multiplied(known, either, site)
+        made = self.seen[key] = Product(
             site,
             left.sources,
             right.sources,
@@ -117,7 +131,10 @@ class Machine:
             scored,
             named,
         )
-        if scored or self.phase == "backward":
+        return self._multiplied(made, either, site)
+
+    def _multiplied(self, made: Product, either: Facts, site: Site) -> Facts:
+        if either.softmaxes or self.phase == "backward":
             self.note("gradient", site, "product", either)
         mark = f"@{site.path}:{site.line}"
         return Facts(either.sources, either.loops, frozenset({made}), NOTHING, NOTHING, frozenset({mark}))
@@ -131,7 +148,11 @@ class Machine:
         if kind == "exp" and any(one.kind in ("lse", "log_softmax") for one in facts.softmaxes):
             return facts
         kernel = self.kernel
-        made = Softmax(
+        key = (kind, site, facts.products, kernel, tuple(self.loops))
+        known = self.seen.get(key)
+        if known is not None and known.sources >= facts.sources and known.objects >= facts.objects:
+            return replace(facts.unmarked("iota"), softmaxes=facts.softmaxes | {known})
+        made = self.seen[key] = Softmax(
             kind, site, facts.products, facts.sources, tuple(self.loops), kernel, facts.picks, facts.objects
         )
         return replace(facts.unmarked("iota"), softmaxes=facts.softmaxes | {made})
@@ -149,7 +170,10 @@ class Machine:
         """Columns or rows chosen by ids."""
         if "choice" in ids.marks or not ids.is_data or not facts.is_data:
             return facts
-        made = Pick(site, ids.sources, facts.products, facts.sources)
+        key = ("pick", site, facts.products)
+        made = self.seen.get(key)
+        if made is None or not (made.ids >= ids.sources and made.sources >= facts.sources):
+            made = self.seen[key] = Pick(site, ids.sources, facts.products, facts.sources, facts.objects)
         picked = replace(facts.unmarked("iota"), picks=facts.picks | {made}, loops=facts.loops | ids.loops)
         return self.settle(site, picked)
 
@@ -157,6 +181,12 @@ class Machine:
         """A log-sum-exp and a pick by ids of the same logits make a log-probability."""
         if not facts.softmaxes or not facts.picks:
             return facts
+        key = ("settled", facts.softmaxes, facts.picks)
+        if key not in self.seen:
+            self.seen[key] = self._settle(site, facts)
+        return facts.marked("logp") if self.seen[key] else facts
+
+    def _settle(self, site: Site, facts: Facts) -> bool:
         found = False
         for softmax in facts.softmaxes:
             if softmax.kind in ("lse", "log_softmax"):
@@ -164,11 +194,11 @@ class Machine:
                     if _same_logits(softmax, pick):
                         found = True
                         self.event("log-probability", site, softmax, pick.ids)
-        return facts.marked("logp") if found else facts
+        return found
 
     def event(self, kind: str, site: Site, softmax: Softmax, ids: frozenset[str], by: str = "") -> None:
         calls = tuple(function.full_name for function in self.calls)
-        self.events.setdefault(
+        self.add_event(
             LossEvent(
                 kind,
                 site,
@@ -183,6 +213,14 @@ class Machine:
                 by,
             )
         )
+
+    def add_event(self, event: LossEvent) -> None:
+        """Keeps an event, unless the same logits were seen to become the same thing before."""
+        where = event.loops if event.softmax is None else (event.softmax.site, event.softmax.loops)
+        key = ("event", event.kind, where, event.products, event.kernel, event.phase, not event.sources)
+        if key not in self.seen:
+            self.seen[key] = True
+            self.events.setdefault(event)
 
     def cross_entropy(self, site: Site, logits: Facts, targets: Facts, by: str) -> Facts:
         """A named cross-entropy of logits and ids, or of logits and probabilities."""
@@ -226,7 +264,8 @@ class Machine:
             self.divergence(site, left, right, "")
         for one, other in ((left, right), (right, left)):
             if "ratio" in one.marks and other.is_data and other.sources - one.sources:
-                self.on_logprobs("policy", site, one)
+                if _named(one.sources, LOGPROB_WORDS) or _named(other.sources, ADVANTAGE_WORDS):
+                    self.on_logprobs("policy", site, one)
             elif "logp" in one.marks and _named(other.sources, ADVANTAGE_WORDS) and "logp" not in other.marks:
                 self.on_logprobs("policy", site, one)
         return self.settle(site, plain(either) if either.is_data else either.unmarked("ptr"))
@@ -234,7 +273,7 @@ class Machine:
     def on_logprobs(self, kind: str, site: Site, facts: Facts) -> None:
         """A loss of log-probabilities."""
         calls = tuple(function.full_name for function in self.calls)
-        self.events.setdefault(
+        self.add_event(
             LossEvent(
                 kind,
                 site,

@@ -105,13 +105,13 @@ def _either(machine: Machine, bodies: list[list[ast.stmt]], scope: Scope) -> boo
 
 def merged(ends: list[dict[str, Value]]) -> dict[str, Value]:
     """Names after one of several paths."""
-    if len(ends) == 1:
-        return ends[0]
-    names = dict.fromkeys(name for end in ends for name in end)
-    found = {}
-    for name in names:
-        values = list(dict.fromkeys(end[name] for end in ends if name in end))
-        found[name] = values[0] if len(values) == 1 else joined(values)
+    found = ends[0]
+    for end in ends[1:]:
+        different = {name: value for name, value in end.items() if found.get(name) is not value}
+        if different:
+            found = dict(found)
+            for name, value in different.items():
+                found[name] = joined([found[name], value]) if name in found else value
     return found
 
 
@@ -180,9 +180,11 @@ def _assigned(body: list[ast.stmt]) -> set[str]:
 def repeat(machine: Machine, loop: Loop, begin: Callable[[], None], body: list[ast.stmt], scope: Scope) -> None:
     """Runs the body of a loop once, and again where what it reads has changed by then."""
     before = scope.names
+    # Inside another loop once is enough: that one runs again.
+    passes = 1 if machine.loops else 2
     machine.loops.append(loop)
     try:
-        for _ in range(2):
+        for _ in range(passes):
             known = {name: (value.facts, value.constant) for name, value in scope.names.items()}
             scope.names = dict(scope.names)
             begin()

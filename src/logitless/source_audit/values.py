@@ -87,6 +87,7 @@ class Pick:
     ids: frozenset[str]
     products: frozenset[Product]
     sources: frozenset[str]
+    objects: frozenset[str] = frozenset()
 
 
 NOTHING: frozenset[Any] = frozenset()
@@ -104,7 +105,7 @@ class Facts:
     marks: frozenset[str] = NOTHING
 
     def __or__(self, other: "Facts") -> "Facts":
-        if other is self or other is BLANK:
+        if other is self or other is BLANK or self == other:
             return self
         if self is BLANK:
             return other
@@ -118,10 +119,13 @@ class Facts:
         )
 
     def marked(self, *marks: str) -> "Facts":
-        return replace(self, marks=self.marks | set(marks))
+        return self.with_marks(self.marks.union(marks))
 
     def unmarked(self, *marks: str) -> "Facts":
-        return replace(self, marks=self.marks - set(marks)) if self.marks & set(marks) else self
+        return self if self.marks.isdisjoint(marks) else self.with_marks(self.marks.difference(marks))
+
+    def with_marks(self, marks: frozenset[str]) -> "Facts":
+        return Facts(self.sources, self.loops, self.products, self.softmaxes, self.picks, marks)
 
     @property
     def is_data(self) -> bool:
