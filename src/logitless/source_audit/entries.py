@@ -10,7 +10,7 @@ from logitless.source_audit.calls import apply, call, call_ref
 from logitless.source_audit.expressions import bases_of, global_value, member_of_class, outside_bases
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
 from logitless.source_audit.names import Class, Function, Module, Program
-from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, SEEDS
+from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, SEED_WORDS
 from logitless.source_audit.summary import Summary
 from logitless.source_audit.values import LossEvent, Note, Site, Value
 
@@ -44,6 +44,7 @@ class Reading:
     complete: bool = True
     owner: str = ""
     node: Any = None
+    subject: Any = None
     summary: Summary | None = None
 
 
@@ -68,8 +69,19 @@ def words_in(node: ast.AST) -> frozenset[str]:
     return frozenset(found)
 
 
-def candidates_of(module: Module) -> Iterator[Candidate]:
+def has_seed(words: frozenset[str]) -> bool:
+    return SEED_WORDS.search(" ".join(words)) is not None
+
+
+def candidates_of(program: Program, module: Module) -> list[Candidate]:
     """Functions of the top level, classes, and methods that stand for themselves."""
+    key = ("candidates", module.file.path)
+    if key not in program.cache:
+        program.cache[key] = list(_candidates_of(module))
+    return program.cache[key]
+
+
+def _candidates_of(module: Module) -> Iterator[Candidate]:
     seen: set[int] = set()
     for bindings in module.scope.values():
         for one in bindings:
@@ -109,6 +121,7 @@ def read(program: Program, subject: Function | Class, *, budget: int, arguments:
     first.summary = Summary(
         machine.roots, machine.result, first.events, first.notes, machine.called, first.site
     )
+    first.subject = subject
     readings = [first, *_nested(program, machine, budget)]
     if not arguments:
         known[key] = readings
@@ -266,7 +279,7 @@ def _nested(program: Program, outer: Machine, budget: int) -> list[Reading]:
     for value, _ in outer.made:
         for ref in value.refs:
             subject = _subject(ref)
-            if subject is None or id(subject.node) in outer.called or not words_in(subject.node) & SEEDS:
+            if subject is None or id(subject.node) in outer.called or not has_seed(words_in(subject.node)):
                 if subject is None or id(subject.node) in outer.called or not LOSS_WORDS.search(subject.name):
                     continue
             machine = Machine(program, budget=budget // 2)
@@ -313,33 +326,30 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
             if id(candidate.subject.node) in done:
                 continue
             done.add(id(candidate.subject.node))
-            for reading in _read_twice(program, candidate.subject):
+            for reading in read(program, candidate.subject, budget=BUDGET):
                 readings.append(reading)
                 reached |= names_to_follow(reading)
         waiting = [one for one in _callers(program, reached) if id(one.subject.node) not in done]
-    return readings
+    return [_again(program, reading) for reading in readings]
 
 
-BUDGET = 150_000
+BUDGET = 300_000
 
 
-def _read_twice(program: Program, subject: Function | Class) -> list[Reading]:
-    """Once with its parameters unknown; where one of them is called, again with what other code hands over."""
-    readings = read(program, subject, budget=BUDGET)
-    first = readings[0]
-    if not first.events and any(note.kind == "dynamic" for note in first.notes):
-        again = read(program, subject, budget=BUDGET, arguments=True)
-        if again[0].events:
-            return again
-    return readings
+def _again(program: Program, reading: Reading) -> Reading:
+    """Where a parameter is called, the entry point is read again with the functions that other code hands over."""
+    if reading.events or reading.subject is None or not any(note.kind == "dynamic" for note in reading.notes):
+        return reading
+    again = read(program, reading.subject, budget=BUDGET, arguments=True)[0]
+    return again if again.events else reading
 
 
 def _with_seeds(program: Program) -> Iterator[Candidate]:
     for path, file in program.tree.files.items():
         if file.tree is None:
             continue
-        for candidate in candidates_of(program.module(path)):
-            if candidate.words & SEEDS or _is_policy(candidate.subject):
+        for candidate in candidates_of(program, program.module(path)):
+            if has_seed(candidate.words) or _is_policy(candidate.subject):
                 yield candidate
 
 
@@ -372,6 +382,6 @@ def _callers(program: Program, names: set[str]) -> Iterator[Candidate]:
     if not names:
         return
     for module in program.modules_with(names):
-        for candidate in candidates_of(module):
+        for candidate in candidates_of(program, module):
             if candidate.words & names:
                 yield candidate

@@ -92,11 +92,11 @@ LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.I
 ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|rejected|delta|coef)", re.IGNORECASE)
 LOGITS_WORDS = re.compile(r"logit", re.IGNORECASE)
 
-SEEDS = frozenset(
-    {*SOFTMAXES, *PAIR_SOFTMAXES, *CROSS_ENTROPIES, *CROSS_ENTROPY_LAYERS, *DIVERGENCES, *CATEGORICALS}
-    | {"exp", "exp2", "logsigmoid", "log_sigmoid", "linear_cross_entropy", "selective_log_softmax"}
+SEED_WORDS = re.compile(
+    r"(?:softmax|logsumexp|logaddexp|cross_?entropy|nll_?loss|kl_?div|log_?sigmoid|\bexp2?\b|Categorical|log_?probs?\b)",
+    re.IGNORECASE,
 )
-"""A file without any of these words holds no loss of its own."""
+"""A file, and a function, without any of these holds no loss of its own."""
 
 
 def last(name: str) -> str:

@@ -12,6 +12,7 @@ from logitless.source_audit.transforms import LOOPS, call_function, wrap
 from logitless.source_audit.values import BLANK, NOTHING, Facts, Note, Outside, Value, joined
 
 LINEAR, CATEGORICAL = Outside("<linear>"), Outside("<categorical>")
+HANDED_OVER = {"MethodType", "setattr", "wraps", "update_wrapper", "signature", "Thread", "partialmethod", "submit"}
 PLAIN_ROOTS = {"torch", "jax", "numpy", "math", "triton", "mlx", "tensorflow", "tl", "np", "jnp", "F", "nn", "scipy"}
 
 
@@ -28,6 +29,8 @@ def outside_call(machine: Machine, call: Call) -> Value:
     if functions:
         if ops.makes_kernel(call.dotted):
             mark_kernels(functions)
+        if call.name in HANDED_OVER or call.name.startswith(("register", "patch", "add_")):
+            return Value(refs=tuple(functions))
         return wrap(machine, call, functions)
     return _anything(machine, call)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from logitless.source_audit.operations import SEEDS
+from logitless.source_audit.operations import SEED_WORDS
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
@@ -128,7 +128,7 @@ def _read_file(name: str, path: Path) -> tuple[SourceFile, int]:
     text = read_text(path)
     parsed = parse(text)
     words = frozenset(WORD.findall(text))
-    keep = bool(words & SEEDS)
+    keep = SEED_WORDS.search(text) is not None
     return SourceFile(name, path, words, parsed if keep else None), text.count("\n") + 1
 
 
