@@ -252,9 +252,19 @@ def apply(machine: Machine, made: Class, args: list[Value], kwargs: dict[str, Va
         result = call(machine, forward, args, kwargs, site, scope)
         call(machine, setup, [context, Value(items=args), result], {}, site, scope)
     else:
-        result = call(machine, forward, [context, *args], kwargs, site, scope)
+        result = call(machine, forward, [*_before(forward, receiver, context), *args], kwargs, site, scope)
     run_backward(machine, made, context, site)
     return result
+
+
+def _before(forward: Value, receiver: Value, context: Value) -> list[Value]:
+    """What stands before the operands of a forward: the context, and the class where a static method names it."""
+    for ref in forward.refs:
+        if isinstance(ref, Closure):
+            names = [one.arg for one in ref.function.parameters[:2]]
+            if names == ["cls", "ctx"]:
+                return [receiver, context]
+    return [context]
 
 
 def _class_by_summary(

@@ -1,5 +1,6 @@
 """From what a reading saw to a verdict, with the lines that show it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ STAGES = "two stages"
 DELEGATES = "delegates to"
 UNKNOWN = "unknown"
 FUSED = (KERNEL, CHUNKED)
+PAIR_WORDS = re.compile(r"(?:dpo|orpo|kto|simpo|cpo|ipo|preference|chosen|rejected)", re.IGNORECASE)
+DISTILLATION_WORDS = re.compile(r"(?:jsd|distill|kl_?div|teacher|cosine|tvd)", re.IGNORECASE)
 ORDER = (KERNEL, CHUNKED, HOLDS, LOGITS)
 """Of several paths through one entry point the first of these names it; the others are noted."""
 
@@ -163,7 +166,9 @@ def _by_caller(case: _Case, cases: list[_Case]) -> None:
 
 
 def _by_stages(case: _Case, cases: list[_Case]) -> None:
-    if case.verdict in FUSED and case.logprobs:
+    if case.verdict in FUSED and not case.logprobs and _handles_logprobs(case):
+        _by_callee(case, cases)
+    elif case.verdict in FUSED and case.logprobs:
         used = [event for event in case.logprobs if _takes_from(event, case.chosen)]
         outside = [event for event in used if not _shares_loop(event, case.chosen)]
         if used and len(outside) == len(used) and _handles_logprobs(case):
@@ -172,6 +177,19 @@ def _by_stages(case: _Case, cases: list[_Case]) -> None:
             case.verdict = STAGES
     elif not case.verdict and case.logprobs and _handles_logprobs(case):
         _on_logprobs_only(case, cases)
+
+
+def _by_callee(case: _Case, cases: list[_Case]) -> None:
+    """It calls a loss that takes log-probs only, and a fused log-prob stage."""
+    for other in cases:
+        node = other.reading.node
+        if other is case or other.logits or not other.logprobs or id(node) not in case.reading.called:
+            continue
+        if _handles_logprobs(other):
+            case.notes.insert(0, f"the head is in a log-prob stage ({case.verdict}); then {other.reading.name}")
+            case.evidence.append(_evidence("stage", other.reading.site, "the loss that takes log-probs"))
+            case.verdict = STAGES
+            return
 
 
 def _handles_logprobs(case: _Case) -> bool:
@@ -365,10 +383,10 @@ def _overwrites(case: _Case) -> tuple[bool | None, list[Evidence]]:
 def _family(case: _Case) -> str:
     kinds = {event.kind for event in (*case.logits, *case.logprobs)}
     name = case.reading.name.lower()
-    for kind in ("preference", "policy"):
-        if kind in kinds and POLICY_WORDS.search(name):
-            return kind
-    if "distillation" in kinds and not kinds & {"cross-entropy"}:
+    if kinds & {"preference", "policy"} and POLICY_WORDS.search(name):
+        pairs = PAIR_WORDS.search(name) or any(PAIR_WORDS.search(one) for one in case.reading.parameters)
+        return "preference" if pairs else "policy"
+    if DISTILLATION_WORDS.search(name) or "distillation" in kinds and "cross-entropy" not in kinds:
         return "distillation"
     if kinds & {"cross-entropy"} or any(word in name for word in ("cross", "ce_", "_ce", "nll", "loss", "ce(")):
         return "cross-entropy"

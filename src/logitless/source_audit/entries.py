@@ -45,6 +45,7 @@ class Reading:
     owner: str = ""
     node: Any = None
     subject: Any = None
+    function: int = 0
     summary: Summary | None = None
 
 
@@ -122,6 +123,8 @@ def read(program: Program, subject: Function | Class, *, budget: int, arguments:
         machine.roots, machine.result, first.events, first.notes, machine.called, first.site
     )
     first.subject = subject
+    entry = subject if isinstance(subject, Function) else _entry_of(machine, subject)
+    first.function = id(entry.node) if entry is not None else 0
     readings = [first, *_nested(program, machine, budget)]
     if not arguments:
         known[key] = readings
@@ -338,7 +341,9 @@ BUDGET = 300_000
 
 def _again(program: Program, reading: Reading) -> Reading:
     """Where a parameter is called, the entry point is read again with the functions that other code hands over."""
-    if reading.events or reading.subject is None or not any(note.kind == "dynamic" for note in reading.notes):
+    called = {name for name in reading.parameters if any(f"`{name}`" in note.text for note in reading.notes)}
+    known = program.cache.get("arguments", {})
+    if reading.events or reading.subject is None or not any((reading.function, name) in known for name in called):
         return reading
     again = read(program, reading.subject, budget=BUDGET, arguments=True)[0]
     return again if again.events else reading

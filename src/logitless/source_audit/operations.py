@@ -72,7 +72,7 @@ COUNTED_LOOPS = {"fori_loop"}
 OPEN_LOOPS = {"while_loop"}
 CHECKPOINTS = {"checkpoint", "remat", "checkpoint_sequential", "CheckpointFunction", "checkpoint_wrapper"}
 GRADIENTS = {"grad", "value_and_grad", "grad_and_value", "vjp", "filter_value_and_grad", "filter_grad", "linearize"}
-KERNEL_MAKERS = {"jit": ("triton",), "kernel": ("cute", "helion", "ct", "cutile"), "prim_func": ("T", "tilelang")}
+KERNEL_MAKERS = {"jit": ("triton",), "kernel": ("cute", "helion", "ct", "cutile", "tile"), "prim_func": ("T", "tilelang")}
 PALLAS_CALLS = {"pallas_call", "core_map", "emit_pipeline"}
 CUSTOM_GRADIENTS = {"custom_vjp", "custom_jvp", "custom_gradient"}
 
@@ -90,7 +90,7 @@ POLICY_WORDS = re.compile(
 )
 LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.IGNORECASE)
 ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|rejected|delta|coef)", re.IGNORECASE)
-LOGITS_WORDS = re.compile(r"logit", re.IGNORECASE)
+LOGITS_WORDS = re.compile(r"(?:^|_)logits(?:_ptr|_chunk|_flat)?$", re.IGNORECASE)
 
 SEED_WORDS = re.compile(
     r"(?:softmax|logsumexp|logaddexp|cross_?entropy|nll_?loss|kl_?div|log_?sigmoid|\bexp2?\b|Categorical|log_?probs?\b)",

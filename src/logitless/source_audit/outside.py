@@ -29,7 +29,7 @@ def outside_call(machine: Machine, call: Call) -> Value:
     if functions:
         if ops.makes_kernel(call.dotted):
             mark_kernels(functions)
-        if call.name in HANDED_OVER or call.name.startswith(("register", "patch", "add_")):
+        if call.name in HANDED_OVER or call.name.startswith(("register", "patch", "add_", "__")):
             return Value(refs=tuple(functions))
         return wrap(machine, call, functions)
     return _anything(machine, call)
@@ -60,7 +60,7 @@ def _anything(machine: Machine, call: Call) -> Value:
 def _is_loss_from_elsewhere(call: Call, facts: Facts) -> bool:
     if not facts.is_data or not ops.LOSS_WORDS.search(call.name):
         return False
-    return call.method or "." in call.dotted and call.dotted.split(".")[0] not in PLAIN_ROOTS
+    return not call.method and "." in call.dotted and call.dotted.split(".")[0] not in PLAIN_ROOTS
 
 
 def _operands(call: Call, start: int = 0) -> list[Value]:
