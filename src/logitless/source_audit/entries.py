@@ -67,6 +67,8 @@ def words_in(node: ast.AST) -> frozenset[str]:
             found.add(part.attr)
         elif isinstance(part, ast.alias):
             found.add(part.name.rsplit(".", 1)[-1])
+        elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(part.name)
     return frozenset(found)
 
 
@@ -322,7 +324,7 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
     done: set[int] = set()
     waiting = list(_with_seeds(program))
     while waiting:
-        reached: set[str] = set()
+        reached: dict[str, set[str]] = {}
         for at, candidate in enumerate(waiting):
             if progress is not None:
                 progress(at, len(waiting))
@@ -331,7 +333,8 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
             done.add(id(candidate.subject.node))
             for reading in read(program, candidate.subject, budget=BUDGET):
                 readings.append(reading)
-                reached |= names_to_follow(reading)
+                for name in names_to_follow(reading):
+                    reached.setdefault(name, set()).add(reading.site.path)
         waiting = [one for one in _callers(program, reached) if id(one.subject.node) not in done]
     return [_again(program, reading) for reading in readings]
 
@@ -380,13 +383,20 @@ def names_to_follow(reading: Reading) -> set[str]:
     name = reading.name.rsplit(".", 1)[-1]
     if "." in reading.name and reading.kind == "function" and not LOSS_WORDS.search(name):
         return set()
-    return {name} if len(name) > 3 else set()
+    return {name}
 
 
-def _callers(program: Program, names: set[str]) -> Iterator[Candidate]:
+SHORT = 4
+"""A name of fewer letters may mean anything elsewhere: only its own file is searched for it."""
+
+
+def _callers(program: Program, names: dict[str, set[str]]) -> Iterator[Candidate]:
     if not names:
         return
     for module in program.modules_with(names):
+        path = module.file.path
+        wanted = {name for name, paths in names.items() if len(name) >= SHORT or path in paths}
         for candidate in candidates_of(program, module):
-            if candidate.words & names:
+            own = candidate.subject.name
+            if candidate.words & wanted and (candidate.words - {own}) & wanted:
                 yield candidate
