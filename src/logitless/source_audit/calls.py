@@ -472,7 +472,7 @@ def bind(
         elif parameter.arg in kwargs:
             scope.names[parameter.arg] = kwargs[parameter.arg]
         elif star is not None:
-            scope.names[parameter.arg] = star
+            scope.names[parameter.arg] = replace_kind(star, "")
         else:
             scope.names[parameter.arg] = _default(machine, function, parameter.arg, rest, scope)
     for parameter in spec.kwonlyargs:

@@ -4,8 +4,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from logitless.source_audit.entries import Reading
-from logitless.source_audit.operations import LOGITS_WORDS, LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS
+from logitless.source_audit.entries import Reading, words_in
+from logitless.source_audit.operations import (
+    BESIDE_WORDS,
+    LOGITS_WORDS,
+    LOGPROB_WORDS,
+    LOSS_WORDS,
+    OBJECTIVE_WORDS,
+    POLICY_WORDS,
+)
 from logitless.source_audit.values import LossEvent, Note, Product, Site
 
 LOGITS = "logits-level"
@@ -113,9 +120,15 @@ def _is_self_product(event: LossEvent) -> bool:
 def _is_inside(case: _Case, reached: set[int]) -> bool:
     """Parts of an autograd class that were read with it, and losses of log-probs by their name only."""
     reading = case.reading
-    if reading.owner and id(reading.node) in reached:
+    if reading.owner and id(reading.node) in reached or is_test(reading.site.path):
         return True
     return reading.kind == "kernel" and not case.logits
+
+
+def is_test(path: str) -> bool:
+    """Tests call losses; they are none."""
+    *folders, name = path.split("/")
+    return name.startswith(("test_", "conftest")) or name.endswith("_test.py") or bool({"tests", "test"} & set(folders))
 
 
 def path_of(event: LossEvent) -> str:
@@ -181,9 +194,14 @@ def _by_stages(case: _Case, cases: list[_Case]) -> None:
 
 def _by_callee(case: _Case, cases: list[_Case]) -> None:
     """It calls a loss that takes log-probs only, and a fused log-prob stage."""
+    if case.reading.kind != "function":
+        return
+    words = frozenset() if case.reading.complete else words_in(case.reading.node)
     for other in cases:
         node = other.reading.node
-        if other is case or other.logits or not other.logprobs or id(node) not in case.reading.called:
+        if other is case or other.logits or not other.logprobs:
+            continue
+        if id(node) not in case.reading.called and other.reading.name not in words:
             continue
         if _handles_logprobs(other):
             case.notes.insert(0, f"the head is in a log-prob stage ({case.verdict}); then {other.reading.name}")
@@ -193,8 +211,10 @@ def _by_callee(case: _Case, cases: list[_Case]) -> None:
 
 
 def _handles_logprobs(case: _Case) -> bool:
-    name = f"{case.reading.name} {case.reading.site.path}"
-    return bool(POLICY_WORDS.search(name)) and "backward" not in case.reading.name.lower()
+    """It is a loss of log-probs by its name too: metrics, masks and advantages are made of them as well."""
+    whole = case.reading.name
+    name = whole if case.reading.kind in ("class", "autograd Function") else whole.rsplit(".", 1)[-1]
+    return bool(OBJECTIVE_WORDS.search(name)) and not BESIDE_WORDS.search(name)
 
 
 def _takes_from(event: LossEvent, chosen: list[LossEvent]) -> bool:

@@ -88,6 +88,12 @@ POLICY_WORDS = re.compile(
     r"(?:loss|grpo|ppo|dpo|orpo|kto|simpo|cpo|policy|objective|surrogate|gspo|dapo|cispo|reinforce|actor|preference)",
     re.IGNORECASE,
 )
+OBJECTIVE_WORDS = re.compile(
+    r"(?:loss|grpo|ppo|dpo|orpo|kto|simpo|cpo|ipo|gspo|objective|surrogate|reinforce)", re.IGNORECASE
+)
+BESIDE_WORDS = re.compile(r"(?:metric|stat|advantage|reward|mask|backward|bwd|rollout_corr|clipping|penalty|log_)", re.IGNORECASE)
+"""What is computed beside a loss, of log-probs too."""
+
 LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.IGNORECASE)
 ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|rejected|delta|coef)", re.IGNORECASE)
 LOGITS_WORDS = re.compile(r"(?:^|_)logits(?:_ptr|_chunk|_flat)?$", re.IGNORECASE)
