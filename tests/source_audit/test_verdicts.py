@@ -1,7 +1,7 @@
 """One project for each kind of answer: the verdict, and the lines that a reader would open to see it."""
 
-import pytest
 import projects
+import pytest
 
 from logitless.source_audit import source_audit
 

@@ -33,7 +33,7 @@ class SourceAudit:
 
 
 def source_audit(path: str | Path, *, progress: Progress | None = None) -> SourceAudit:
-    """For each loss of a project: does it take hidden states and the LM head, or logits?
+    r"""For each loss of a project: does it take hidden states and the LM head, or logits?
 
     Equal to reading every file below `path`, following the calls from each function that makes a loss or
     log-probabilities, and asking where the matrix product with the head is. Nothing of the project is imported or run.
@@ -51,7 +51,7 @@ def source_audit(path: str | Path, *, progress: Progress | None = None) -> Sourc
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> text = "import torch.nn.functional as F\\ndef loss(h, w, y):\\n    return F.cross_entropy(h @ w.T, y)\\n"
+        >>> text = "import torch.nn.functional as F\ndef loss(h, w, y):\n    return F.cross_entropy(h @ w.T, y)\n"
         >>> _ = (folder / "model.py").write_text(text)
         >>> [(entry.name, entry.verdict) for entry in source_audit(folder).entries]
         [('loss', 'takes hidden states, holds all logits')]

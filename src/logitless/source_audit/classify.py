@@ -373,7 +373,9 @@ def _gradient(case: _Case) -> tuple[str, list[Evidence]]:
     notes = [note for note in case.reading.notes if note.kind == "gradient"]
     forward = [note for note in notes if note.phase == "forward" and (_concerns(note, case) or case.verdict == STAGES)]
     overwrite = [
-        note for note in case.reading.notes if note.kind == "overwrite" and note.phase == "forward" and _concerns(note, case)
+        note
+        for note in case.reading.notes
+        if note.kind == "overwrite" and note.phase == "forward" and _concerns(note, case)
     ]
     if forward:
         return "forward", [_evidence("gradient", forward[0].site, forward[0].text)]

@@ -7,8 +7,9 @@ from typing import Any
 
 from logitless.source_audit.callables import Bound, Checkpointed, Closure
 from logitless.source_audit.calls import apply, call, call_ref
-from logitless.source_audit.expressions import bases_of, global_value, member_of_class, outside_bases
+from logitless.source_audit.expressions import global_value
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
+from logitless.source_audit.members import bases_of, member_of_class, outside_bases
 from logitless.source_audit.names import Class, Function, Module, Program
 from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, SEED_WORDS
 from logitless.source_audit.summary import Summary
@@ -121,9 +122,7 @@ def read(program: Program, subject: Function | Class, *, budget: int, arguments:
         complete = False
     program.cache["reading"].discard(key)
     first = _reading(machine, subject, kind, complete)
-    first.summary = Summary(
-        machine.roots, machine.result, first.events, first.notes, machine.called, first.site
-    )
+    first.summary = Summary(machine.roots, machine.result, first.events, first.notes, machine.called, first.site)
     first.subject = subject
     entry = subject if isinstance(subject, Function) else _entry_of(machine, subject)
     first.function = id(entry.node) if entry is not None else 0

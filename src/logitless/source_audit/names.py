@@ -128,9 +128,7 @@ class Program:
             self._bind(module, module.file.parsed().body)
         return self._modules[path]
 
-    def function(
-        self, node: FunctionNode, module: Module, around: str = "", owner: Class | None = None
-    ) -> Function:
+    def function(self, node: FunctionNode, module: Module, around: str = "", owner: Class | None = None) -> Function:
         """The one `Function` of a syntax node."""
         if id(node) not in self._functions:
             name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
@@ -297,5 +295,7 @@ def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr, int | Non
                 for at, part in enumerate(target.elts):
                     if isinstance(part, ast.Name):
                         yield part.id, statement.value, at
-    elif isinstance(statement, ast.AnnAssign) and statement.value is not None and isinstance(statement.target, ast.Name):
+    elif (
+        isinstance(statement, ast.AnnAssign) and statement.value is not None and isinstance(statement.target, ast.Name)
+    ):
         yield statement.target.id, statement.value, None

@@ -4,7 +4,9 @@ import re
 
 PRODUCTS = {
     **dict.fromkeys(("matmul", "mm", "bmm", "dot", "inner", "tensordot", "dot_general", "ragged_dot", "mma"), 0),
-    **dict.fromkeys(("linear", "dot_scaled", "batch_matmul", "gemm", "einsum", "contract", "scaled_mm", "_scaled_mm"), 0),
+    **dict.fromkeys(
+        ("linear", "dot_scaled", "batch_matmul", "gemm", "einsum", "contract", "scaled_mm", "_scaled_mm"), 0
+    ),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), 1),
 }
 """Matrix products, and at which argument the operands begin; a method counts its receiver as the first argument."""
@@ -13,7 +15,9 @@ PRODUCTS_IN_PLACE = {"addmm_", "baddbmm_", "addbmm_"}
 PRODUCT_WORDS = re.compile(r"(?:^|_)(?:gemm|matmul|mm|linear)(?:_|\d|$)", re.IGNORECASE)
 """Functions of the target whose insides say nothing: with two operands and logits behind, their name is believed."""
 
-HEAD_WORDS = re.compile(r"(?:^|[._])(?:lm_?head|head|unembed\w*|embed_out|output_layer|output_projection|attend|decode|as_linear)$")
+HEAD_WORDS = re.compile(
+    r"(?:^|[._])(?:lm_?head|head|unembed\w*|embed_out|output_layer|output_projection|attend|decode|as_linear)$"
+)
 """A module that is called: with hidden states in and logits out, its name is believed."""
 
 LINEAR_LAYERS = {"Linear", "Dense", "DenseGeneral", "Einsum", "LinearBase", "ColumnParallelLinear", "ParallelLMHead"}
@@ -47,7 +51,17 @@ CHOICES = {
 POSITIONS = {"arange", "iota", "broadcasted_iota", "linspace", "lax_iota"}
 FRESH = {
     *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like", "rand", "randn", "eye"),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "normal", "uniform", "rand_like", "randn_like", "empty_strided"),
+    *(
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "normal",
+        "uniform",
+        "rand_like",
+        "randn_like",
+        "empty_strided",
+    ),
     *("program_id", "num_programs", "cdiv", "next_power_of_2", "device_count", "is_tensor", "isinstance", "hasattr"),
     *("len", "numel", "stride", "dim", "element_size", "get_device", "data_ptr", "is_contiguous", "finfo", "iinfo"),
     *("print", "warn", "size", "issubclass", "is_available", "ndimension", "warn_once", "info", "debug", "warning"),
@@ -72,7 +86,11 @@ COUNTED_LOOPS = {"fori_loop"}
 OPEN_LOOPS = {"while_loop"}
 CHECKPOINTS = {"checkpoint", "remat", "checkpoint_sequential", "CheckpointFunction", "checkpoint_wrapper"}
 GRADIENTS = {"grad", "value_and_grad", "grad_and_value", "vjp", "filter_value_and_grad", "filter_grad", "linearize"}
-KERNEL_MAKERS = {"jit": ("triton",), "kernel": ("cute", "helion", "ct", "cutile", "tile"), "prim_func": ("T", "tilelang")}
+KERNEL_MAKERS = {
+    "jit": ("triton",),
+    "kernel": ("cute", "helion", "ct", "cutile", "tile"),
+    "prim_func": ("T", "tilelang"),
+}
 PALLAS_CALLS = {"pallas_call", "core_map", "emit_pipeline"}
 CUSTOM_GRADIENTS = {"custom_vjp", "custom_jvp", "custom_gradient"}
 
@@ -91,7 +109,9 @@ POLICY_WORDS = re.compile(
 OBJECTIVE_WORDS = re.compile(
     r"(?:loss|grpo|ppo|dpo|orpo|kto|simpo|cpo|ipo|gspo|objective|surrogate|reinforce)", re.IGNORECASE
 )
-BESIDE_WORDS = re.compile(r"(?:metric|stat|advantage|reward|mask|backward|bwd|rollout_corr|clipping|penalty|log_)", re.IGNORECASE)
+BESIDE_WORDS = re.compile(
+    r"(?:metric|stat|advantage|reward|mask|backward|bwd|rollout_corr|clipping|penalty|log_)", re.IGNORECASE
+)
 """What is computed beside a loss, of log-probs too."""
 
 LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.IGNORECASE)

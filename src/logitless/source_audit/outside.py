@@ -6,8 +6,9 @@ from typing import Any
 
 from logitless.source_audit import operations as ops
 from logitless.source_audit.callables import CALLABLE, Call, Gradient, Launch, Partial
-from logitless.source_audit.expressions import attribute_of, element_of, together
+from logitless.source_audit.expressions import element_of, together
 from logitless.source_audit.machine import Machine, plain, root, view
+from logitless.source_audit.members import attribute_of
 from logitless.source_audit.transforms import LOOPS, call_function, wrap
 from logitless.source_audit.values import BLANK, NOTHING, Facts, Note, Outside, Value, joined
 
@@ -64,7 +65,10 @@ def _is_loss_from_elsewhere(call: Call, facts: Facts) -> bool:
 
 
 def _operands(call: Call, start: int = 0) -> list[Value]:
-    names = ("input", "mat1", "batch1", "a", "A", "lhs", "x"), ("other", "weight", "mat2", "batch2", "b", "B", "rhs", "y")
+    names = (
+        ("input", "mat1", "batch1", "a", "A", "lhs", "x"),
+        ("other", "weight", "mat2", "batch2", "b", "B", "rhs", "y"),
+    )
     named = [call.kwargs[name] for group in names for name in group if name in call.kwargs]
     return [*call.args[start:], *named]
 
@@ -466,12 +470,10 @@ def _table() -> dict[str, Callable[[Machine, Call], Value]]:
         ({"save_for_backward"}, _save),
         (ops.GRADIENTS, _gradient),
         ({"defvjp"}, _rule),
-        (LOOPS, None),
     ]
     for names, handler in groups:
-        for name in names:
-            table[name] = LOOPS[name] if handler is None else handler
-    return table
+        table |= dict.fromkeys(names, handler)
+    return table | LOOPS
 
 
 HANDLERS = _table()

@@ -122,7 +122,9 @@ def as_json(several: list[Audited]) -> str:
 def markdown(several: list[Audited], *, show: bool = False) -> str:
     """A page that can be pasted into a report, with what was read at its top."""
     lines = ["# Is the LM head fused into the loss?", "", "Read, never run, by `logitless inspect`:", ""]
-    lines += [f"* {heading(one)}" + (f" (`{one.target.given}`)" if one.target.kind != "path" else "") for one in several]
+    lines += [
+        f"* {heading(one)}" + (f" (`{one.target.given}`)" if one.target.kind != "path" else "") for one in several
+    ]
     for one in several:
         lines += ["", f"## {one.target.title()}", ""]
         lines += _markdown_table(one)

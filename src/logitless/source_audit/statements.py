@@ -22,7 +22,7 @@ def execute(machine: Machine, body: list[ast.stmt], scope: Scope) -> bool:
 
 
 def _function(machine: Machine, node: Any, scope: Scope) -> bool:
-    from logitless.source_audit.calls import decorated
+    from logitless.source_audit.binding import decorated
 
     around = scope.function.full_name if scope.function is not None else ""
     function = machine.program.function(node, scope.module, around)
@@ -248,4 +248,3 @@ HANDLERS: dict[type[ast.stmt], Callable[[Machine, Any, Scope], bool]] = {
     ast.Break: _stop,
     ast.Assert: _assert,
 }
-

@@ -78,7 +78,13 @@ class Substitution:
             base = head.group() if head else name
             value = self.given.get(base)
             if value is None:
-                if base == "grad_output" or base == "cotangent" or "<" in name or "." in name and base not in self.given:
+                if (
+                    base == "grad_output"
+                    or base == "cotangent"
+                    or "<" in name
+                    or "." in name
+                    and base not in self.given
+                ):
                     found.add(name)
                 continue
             rest = name[len(base) :]

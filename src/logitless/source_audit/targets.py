@@ -14,7 +14,9 @@ from logitless._files import cache_dir
 from logitless.source_audit.archives import ARCHIVES, unpack
 
 GIT = re.compile(r"^(?:git\+|git@|ssh://|git://|https?://|file://)")
-REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:\[[^\]]*\])?\s*(?P<spec>(?:[=<>!~].*)?)$")
+REQUIREMENT = re.compile(
+    r"^(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:\[[^\]]*\])?\s*(?P<spec>(?:[=<>!~].*)?)$"
+)
 REVISION = re.compile(r"^(?P<url>.+/[^/@]+?)@(?P<revision>[\w./-]+)$")
 COMMIT = re.compile(r"^[0-9a-f]{7,40}$")
 

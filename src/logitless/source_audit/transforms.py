@@ -139,7 +139,7 @@ def _marked(value: Value, mark: Facts) -> Value:
 
 
 def wrap(machine: Machine, call: Call, functions: list[Any]) -> Value:
-    """A call that takes functions and is not known: it may give one of them back, or call it with the other operands."""
+    """An unknown call that takes functions: it may give one of them back, or call it with the other operands."""
     rest = [one for one in call.args if not _functions(one)]
     named = {name: one for name, one in call.kwargs.items() if not _functions(one)}
     result = Value()

@@ -71,7 +71,7 @@ class SourceTree:
 
 
 def read_text(path: Path) -> str:
-    """The text of a Python file in the encoding that it declares (PEP 263, byte-order mark), line ends as `\\n`."""
+    """The text of a Python file in the encoding that it declares (PEP 263, byte-order mark), line ends made one."""
     content = path.read_bytes()
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16").replace("\r\n", "\n").replace("\r", "\n")

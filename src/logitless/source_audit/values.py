@@ -1,7 +1,7 @@
 """What the inspector knows of a value: where it comes from, which products, softmaxes and picks it went through."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
