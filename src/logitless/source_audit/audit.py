@@ -83,6 +83,7 @@ def _without_collector() -> Iterator[None]:
         sys.setrecursionlimit(depth)
         if collecting:
             gc.enable()
+            gc.collect()
 
 
 def _with_text(entry: EntryPoint, tree: SourceTree) -> EntryPoint:

@@ -11,7 +11,7 @@ from logitless.source_audit.expressions import global_value
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
 from logitless.source_audit.members import bases_of, member_of_class, outside_bases
 from logitless.source_audit.names import Class, Function, Module, Program
-from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, SEED_WORDS
+from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, may_hold_a_loss
 from logitless.source_audit.summary import Summary
 from logitless.source_audit.values import LossEvent, Note, Site, Value
 
@@ -74,7 +74,7 @@ def words_in(node: ast.AST) -> frozenset[str]:
 
 
 def has_seed(words: frozenset[str]) -> bool:
-    return SEED_WORDS.search(" ".join(words)) is not None
+    return may_hold_a_loss(" ".join(words))
 
 
 def candidates_of(program: Program, module: Module) -> list[Candidate]:
@@ -338,7 +338,7 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
     return [_again(program, reading) for reading in readings]
 
 
-BUDGET = 300_000
+BUDGET = 120_000
 
 
 def _again(program: Program, reading: Reading) -> Reading:

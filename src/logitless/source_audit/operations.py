@@ -119,10 +119,15 @@ ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|reje
 LOGITS_WORDS = re.compile(r"(?:^|_)logits(?:_ptr|_chunk|_flat)?$", re.IGNORECASE)
 
 SEED_WORDS = re.compile(
-    r"(?:softmax|logsumexp|logaddexp|cross_?entropy|nll_?loss|kl_?div|log_?sigmoid|\bexp2?\b|Categorical|log_?probs?\b)",
+    r"(?:log_?softmax|logsumexp|logaddexp|cross_?entropy|nll_?loss|kl_?div|log_?sigmoid|Categorical|log_?probs?\b)",
     re.IGNORECASE,
 )
-"""A file, and a function, without any of these holds no loss of its own."""
+PAIR_OF_WORDS = re.compile(r"\b(?:exp2?|exp_|softmax)\b"), re.compile(r"\b(?:log2?|log1p|log_|softplus)\b")
+
+
+def may_hold_a_loss(text: str) -> bool:
+    """A file, or the names in a function, without these words holds no loss of its own."""
+    return SEED_WORDS.search(text) is not None or all(words.search(text) for words in PAIR_OF_WORDS)
 
 
 def last(name: str) -> str:

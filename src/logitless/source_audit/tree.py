@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from logitless.source_audit.operations import SEED_WORDS
+from logitless.source_audit.operations import may_hold_a_loss
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
@@ -128,7 +128,7 @@ def _read_file(name: str, path: Path) -> tuple[SourceFile, int]:
     text = read_text(path)
     parsed = parse(text)
     words = frozenset(WORD.findall(text))
-    keep = SEED_WORDS.search(text) is not None
+    keep = may_hold_a_loss(text)
     return SourceFile(name, path, words, parsed if keep else None), text.count("\n") + 1
 
 
