@@ -209,6 +209,8 @@ def _unknown(machine: Machine, function: Value, args: list[Value], kwargs: dict[
     if function.path and facts.is_data:
         machine.note("dynamic", site, f"calls `{function.path}`, which is not known before the program runs", facts)
     handed = [ref for value in args for ref in value.refs if isinstance(ref, CALLABLE)]
+    if function.path and facts.is_data:
+        facts = facts | Facts(frozenset({f"{function.path}()"}))
     return Value(facts | function.facts, tuple(handed))
 
 

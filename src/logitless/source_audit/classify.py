@@ -11,7 +11,6 @@ from logitless.source_audit.operations import (
     LOGPROB_WORDS,
     LOSS_WORDS,
     OBJECTIVE_WORDS,
-    POLICY_WORDS,
 )
 from logitless.source_audit.values import LossEvent, Note, Product, Site
 
@@ -24,6 +23,9 @@ DELEGATES = "delegates to"
 UNKNOWN = "unknown"
 FUSED = (KERNEL, CHUNKED)
 PAIR_WORDS = re.compile(r"(?:dpo|orpo|kto|simpo|cpo|ipo|preference|chosen|rejected)", re.IGNORECASE)
+ALGORITHM_WORDS = re.compile(
+    r"(?:grpo|ppo|dpo|orpo|kto|simpo|cpo|ipo|gspo|dapo|cispo|policy|surrogate|reinforce|preference)", re.IGNORECASE
+)
 DISTILLATION_WORDS = re.compile(r"(?:jsd|distill|kl_?div|teacher|cosine|tvd)", re.IGNORECASE)
 ORDER = (KERNEL, CHUNKED, HOLDS, LOGITS)
 """Of several paths through one entry point the first of these names it; the others are noted."""
@@ -102,8 +104,24 @@ def classify(readings: Iterable[Reading]) -> list[EntryPoint]:
         _by_stages(case, cases)
     for case in cases:
         _without_events(case)
+    backward = _backward_kernels(cases)
+    cases = [case for case in cases if not (case.reading.kind == "kernel" and case.reading.name in backward)]
     rows = [_row(case) for case in cases if case.verdict and not _is_inside(case, reached)]
     return sorted(dict.fromkeys(rows), key=lambda row: (row.path, row.line, row.name))
+
+
+def _backward_kernels(cases: list[_Case]) -> set[str]:
+    """Kernels that are launched in a backward pass only: parts of a gradient."""
+    phases: dict[str, set[str]] = {}
+    for case in cases:
+        for note in case.reading.notes:
+            if note.kind == "launch" and case.reading.kind != "kernel":
+                phases.setdefault(note.text, set()).add(note.phase if _is_autograd(case) else "")
+    return {name for name, seen in phases.items() if "backward" in seen and "forward" not in seen}
+
+
+def _is_autograd(case: _Case) -> bool:
+    return case.reading.kind in ("autograd Function", "custom_vjp")
 
 
 def _case(reading: Reading) -> _Case:
@@ -405,7 +423,8 @@ def _overwrites(case: _Case) -> tuple[bool | None, list[Evidence]]:
 def _family(case: _Case) -> str:
     kinds = {event.kind for event in (*case.logits, *case.logprobs)}
     name = case.reading.name.lower()
-    if kinds & {"preference", "policy"} and POLICY_WORDS.search(name):
+    on_logprobs = any(LOGPROB_WORDS.search(one) or "advantage" in one for one in case.reading.parameters)
+    if kinds & {"preference", "policy"} and (on_logprobs or ALGORITHM_WORDS.search(name)):
         pairs = PAIR_WORDS.search(name) or any(PAIR_WORDS.search(one) for one in case.reading.parameters)
         return "preference" if pairs else "policy"
     if DISTILLATION_WORDS.search(name) or "distillation" in kinds and "cross-entropy" not in kinds:

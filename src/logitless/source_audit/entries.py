@@ -344,6 +344,8 @@ BUDGET = 120_000
 def _again(program: Program, reading: Reading) -> Reading:
     """Where a parameter is called, the entry point is read again with the functions that other code hands over."""
     called = {name for name in reading.parameters if any(f"`{name}`" in note.text for note in reading.notes)}
+    if LOSS_WORDS.search(reading.name):
+        called |= set(reading.parameters)
     known = program.cache.get("arguments", {})
     if reading.events or reading.subject is None or not any((reading.function, name) in known for name in called):
         return reading

@@ -5,11 +5,9 @@ from typing import Any
 
 from logitless.source_audit.callables import CALLABLE
 from logitless.source_audit.expressions import evaluate
-from logitless.source_audit.machine import Machine, Scope, root
+from logitless.source_audit.machine import Machine, Scope, is_mask, root
 from logitless.source_audit.operations import LOGPROB_WORDS
 from logitless.source_audit.values import BLANK, NOTHING, Facts, Loop, Value, joined
-
-MASK_NAMES = ("mask", "valid", "keep", "select", "active", "nonzero", "perm", "order")
 
 
 def subscript(machine: Machine, node: ast.Subscript, scope: Scope) -> Value:
@@ -80,10 +78,6 @@ def _index(machine: Machine, node: ast.expr, scope: Scope) -> tuple[Facts, froze
         loops = loops | facts.loops
         if isinstance(part, ast.Slice) or value.kind == "range" or "mask" in facts.marks:
             continue
-        if facts.is_data and "ptr" not in facts.marks and not _is_mask(facts):
+        if facts.is_data and "ptr" not in facts.marks and not is_mask(facts):
             ids = ids | facts
     return ids, loops
-
-
-def _is_mask(facts: Facts) -> bool:
-    return all(any(word in source.lower() for word in MASK_NAMES) for source in facts.sources)

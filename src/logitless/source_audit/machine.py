@@ -259,6 +259,8 @@ class Machine:
         either = left | right
         if "onehot" in either.marks:
             column, ids = (right, left) if "onehot" in left.marks else (left, right)
+            if is_mask(column):
+                return ids
             return self.pick(site, column.unmarked("onehot"), ids)
         if left.softmaxes and right.softmaxes:
             self.divergence(site, left, right, "")
@@ -303,6 +305,15 @@ class Machine:
                 self.note("overwrite", site, "", Facts(softmax.sources, products=softmax.products))
         self.writes += 1
         target.write(facts)
+
+
+MASK_NAMES = ("mask", "valid", "keep", "select", "active", "nonzero", "perm", "order")
+
+
+def is_mask(facts: Facts) -> bool:
+    """True where all that the value derives from is named like a mask, or it derives from nothing."""
+    names = all(any(word in source.lower() for word in MASK_NAMES) for source in facts.sources)
+    return names and not facts.products
 
 
 def plain(facts: Facts) -> Facts:

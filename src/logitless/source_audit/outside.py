@@ -26,7 +26,8 @@ def outside_call(machine: Machine, call: Call) -> Value:
         return handler(machine, call)
     if call.name.endswith("_") and call.method and not call.name.endswith("__"):
         return _in_place(machine, call)
-    functions = [ref for value in call.everything() for ref in value.refs if isinstance(ref, CALLABLE)]
+    given = call.everything()[1:] if call.method else call.everything()
+    functions = [ref for value in given for ref in value.refs if isinstance(ref, CALLABLE)]
     if functions:
         if ops.makes_kernel(call.dotted):
             mark_kernels(functions)
