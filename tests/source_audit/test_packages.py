@@ -92,9 +92,21 @@ def test_answer(requirement, path, name, verdict, audits):
 
 
 LINES = [
-    (LIGER, "ops/cross_entropy.py", "LigerCrossEntropyFunction", "overwrite", r"tl\.store\(X_ptr"),
-    (LIGER, "ops/fused_linear_cross_entropy.py", "fused_linear_cross_entropy_forward", "product", r"weight\.t\(\)"),
-    (LIGER, "ops/fused_linear_cross_entropy.py", "fused_linear_cross_entropy_forward", "loop", r"for .* in range"),
+    (LIGER, "liger_kernel/ops/cross_entropy.py", "LigerCrossEntropyFunction", "overwrite", r"tl\.store\(X_ptr"),
+    (
+        LIGER,
+        "liger_kernel/ops/fused_linear_cross_entropy.py",
+        "fused_linear_cross_entropy_forward",
+        "product",
+        r"weight\.t\(\)",
+    ),
+    (
+        LIGER,
+        "liger_kernel/ops/fused_linear_cross_entropy.py",
+        "fused_linear_cross_entropy_forward",
+        "loop",
+        r"for .* in range",
+    ),
     (
         LIGER,
         "ops/fused_linear_cross_entropy.py",
