@@ -55,8 +55,8 @@ def parser(description: str, epilog: str) -> argparse.ArgumentParser:
     """The words after `logitless inspect`."""
     made = argparse.ArgumentParser(
         prog="logitless inspect",
-        usage="logitless inspect TARGET... [--json | --markdown] [--show] [--compare]\n"
-        "       logitless inspect CONFIG.yaml [--key value ...]",
+        usage="logitless inspect CONFIG.yaml [--key value ...]\n"
+        "       logitless inspect TARGET... [--json | --markdown] [--show] [--compare]",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
