@@ -109,7 +109,7 @@ LINES = [
     ),
     (
         LIGER,
-        "ops/fused_linear_cross_entropy.py",
+        "liger_kernel/ops/fused_linear_cross_entropy.py",
         "fused_linear_cross_entropy_forward",
         "gradient",
         r"grad_logits_chunk",
