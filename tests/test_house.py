@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "gradcheck.py": FOUNDATION | {"_gradcheck_arrays"},
     "audit.py": FOUNDATION | {"_audit_axes", "_audit_hlo", "_audit_trace"},
     "plan": FOUNDATION | {"_files", "plan"},
-    "source_audit.py": FOUNDATION,
+    "source_audit": FOUNDATION | {"_files", "source_audit"},
     "__main__.py": {"cli"},
     "losses/linear.py": FOUNDATION | {"losses", "ops"},
     "losses/linear_distillation.py": FOUNDATION | {"losses", "ops"},

@@ -97,6 +97,12 @@ def _ab_plan() -> tuple[type, Callable[[Any], int]]:
     return AbConfig, run_plan_ab
 
 
+def _inspect() -> tuple[type, Callable[[Any], int]]:
+    from logitless.source_audit.run import InspectConfig, run_inspect
+
+    return InspectConfig, run_inspect
+
+
 def _tune() -> tuple[type, Callable[[Any], int]]:
     from logitless.bench.tune import TuneConfig, run_tune
 
@@ -170,6 +176,20 @@ examples:
   logitless plan configs/plan_solve_v6e.yaml --reserve_gb 12   # the most tokens that fit beside 12 GB
   logitless plan calibrate   # the estimate of time against public timings (tokamax 0.0.17, Python 3.12)""",
         _plan,
+    ),
+    "inspect": _Job(
+        "does another project's loss take hidden states, or logits?",
+        """\
+Reads the source of other projects, and never runs it: which of their losses take hidden states and the LM head,
+which take logits, and on which lines that can be seen. TARGET is a folder, a .py file, an archive, a git URL, or a
+package of the registry at a version; copies are kept in $LOGITLESS_CACHE.
+
+examples:
+  logitless inspect liger-kernel==0.8.5 --show
+  logitless inspect ./trl file:///srv/verl.git@main --markdown > report.md
+  logitless inspect liger-kernel==0.8.4 liger-kernel==0.8.5 --compare
+  logitless inspect configs/inspect_reference.yaml""",
+        _inspect,
     ),
 }
 
@@ -249,10 +269,25 @@ def _run(command: str, words: list[str]) -> int:
         return report(words[1:])
     if command == "plan" and words[:1] == ["calibrate"]:
         return _guarded(program, lambda: _calibrate(words[1:]))
+    if command == "inspect":
+        return _guarded(program, lambda: _inspected(words))
     if any(word in ("-h", "--help") for word in words):
         _parser(command).print_help()
         return 0
     return _guarded(program, lambda: _job(command).load()[1](read_config(command, words)))
+
+
+def _inspected(words: list[str]) -> int:
+    """Its words are targets, or a YAML file and what overrides it."""
+    from logitless.source_audit.run import config_of, is_config, parser, run_inspect
+
+    if is_config(words):
+        return run_inspect(read_config("inspect", words))
+    made = parser(_job("inspect").description, EXIT_CODES)
+    if any(word in ("-h", "--help") for word in words):
+        made.print_help()
+        return 0
+    return run_inspect(config_of(words, made))
 
 
 def _calibrate(words: list[str]) -> int:

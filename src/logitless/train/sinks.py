@@ -1,10 +1,13 @@
 """Where the numbers of a run go: JSON lines always, wandb and trackio where the config asks."""
 
 import json
+import netrc
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from logitless._files import replace_file
 from logitless.train.config import LogConfig
@@ -81,12 +84,12 @@ class Wandb:
             ) from error
 
         mode = config.wandb
-        if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        if mode == "online" and not has_wandb_key():
             say("wandb: no API key (WANDB_API_KEY, wandb login): logging offline; wandb sync uploads it later")
             mode = "offline"
         identity = folder / "wandb_id"
         if not identity.exists():
-            replace_file(identity, wandb.util.generate_id().encode())
+            replace_file(identity, secrets.token_hex(4).encode())
         options = {
             "project": config.project,
             "name": name,
@@ -108,6 +111,17 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def has_wandb_key() -> bool:
+    """Whether there is a key to log in with: in `WANDB_API_KEY`, or where `wandb login` leaves it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class Trackio:
