@@ -165,8 +165,8 @@ def test_a_bad_audit_config_is_one_line_and_exit_2(text, message, tmp_path, caps
 def test_an_unknown_command_names_the_known_ones(capsys):
     assert main(["gradchek"]) == 2
     assert capsys.readouterr().err == (
-        "logitless: error: no command 'gradchek'; choose from bench, gradcheck, audit, plan, inspect "
-        "(see logitless --help)\n"
+        "logitless: error: no command 'gradchek'; choose from train, ab, bench, gradcheck, "
+        "audit, plan, inspect (see logitless --help)\n"
     )
 
 

@@ -169,7 +169,7 @@ def test_every_config_has_an_example_in_the_readme():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)
 def test_every_config_parses(path):
-    names = {name.split()[-1]: name for name in (*cli.JOBS, *cli.SECOND_WORDS)}
+    names = {name.split()[-1]: name for name in (*cli.SECOND_WORDS, *cli.JOBS)}
     command = next((names[word] for word in names if path.name.startswith(f"{word}_")), "bench")
     assert cli.read_config(command, [str(path)]) is not None
 

@@ -1,7 +1,7 @@
 """Rewards that can be verified: is the last number the answer, and is it given in the asked form?"""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 FORMAT = re.compile(r"####\s*-?\d[\d,]*(?:\.\d+)?\s*\Z")
@@ -29,7 +29,7 @@ def canonical(number: str) -> str:
 
 
 def reward_last_number(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: object
+    prompts: Sequence[str], completions: Sequence[str], answer: Iterable[object], **_: object
 ) -> list[float]:
     """1 where the last number of the completion is the answer, else 0; as Tunix calls a reward."""
     return [

@@ -14,7 +14,6 @@ from tunix.rl.rollout.vanilla_rollout import VanillaRollout  # pyright: ignore[r
 
 from logitless._files import replace_file
 from logitless.train.errors import TrainError
-from logitless.train.tokenizer import BpeTokenizer, CharacterTokenizer
 
 
 class StepRollout(VanillaRollout):
@@ -94,9 +93,7 @@ def write_batch(folder: Path, step: int, prompts: Sequence[str], tokens: Sequenc
     replace_file(batch_path(folder, step), content.getvalue())
 
 
-def read_batch(
-    folder: Path, step: int, prompts: Sequence[str], tokenizer: CharacterTokenizer | BpeTokenizer, width: int
-) -> Any:
+def read_batch(folder: Path, step: int, prompts: Sequence[str], tokenizer: Any, width: int) -> Any:
     """The kept completions of a step, as Tunix's sampler returns them.
 
     Raises:

@@ -46,7 +46,9 @@ def run_plan_ab(config: AbConfig) -> int:
         train = replace(config.train, loss=arm)
         program = abstract_program(train)
         with constraints_of_a_tpu(abstract_mesh(train)):
-            plan = plan_function(program.update, program.arguments, config.topology, donate_argnums=(0, 2))
+            plan = plan_function(
+                program.update, program.arguments, config.topology, donate_argnums=(0, 2), timeout_s=config.timeout_s
+            )
         records.append(
             head
             | {"topology": config.topology, "arm": arm.title, "executed": False, "train": asdict(train)}
