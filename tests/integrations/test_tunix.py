@@ -270,11 +270,14 @@ def test_the_head_is_found_where_tunix_keeps_it(tied):
     assert not nnx.state(model, nnx.Intermediate), "the model itself keeps no states"
 
 
+WIDE = 32_768
+
+
 def lora_learner(**options):
-    policy = tiny_policy(vocab_size=4096)
+    policy = tiny_policy(vocab_size=WIDE)
     mesh = make_mesh({"fsdp": 1, "tp": 1})
     adapted = add_lora(policy.model, LoraConfig(rank=2, alpha=4.0), mesh, 0)
-    return learner(type(policy)(adapted, policy.tokenizer, policy.template, 4096), **options)
+    return learner(type(policy)(adapted, policy.tokenizer, policy.template, WIDE), **options)
 
 
 def test_with_lora_the_adapters_alone_are_trained_and_the_frozen_head_costs_nothing():
@@ -290,7 +293,7 @@ def test_with_lora_the_adapters_alone_are_trained_and_the_frozen_head_costs_noth
     changed = {path for path, value in after.items() if not np.array_equal(value[...], kept[path])}
     assert changed and all("lora" in str(path) for path in changed)
     memory = step_memory(step_program(ours.rl_cluster.actor_trainer, example()))
-    assert memory["temp"] < 4096 * 16 * 4, f"{memory}: room for a gradient of the head"
+    assert memory["temp"] < WIDE * 16 * 4, f"{memory}: room for a gradient of the head"
 
 
 def test_a_head_with_adapters_is_refused():

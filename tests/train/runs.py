@@ -5,7 +5,8 @@ from dataclasses import replace
 from logitless.train.config import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, TinyModel, TrainConfig
 
 SMALL = TinyModel(vocab_size=128, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
-STOCK = LossConfig(level="stock")
+STOCK = LossConfig(level="stock", kl_coef=0.5)
+FUSED = LossConfig(level="hidden", kl_coef=0.5)
 
 
 def small_run(output, **changes) -> TrainConfig:
@@ -16,7 +17,7 @@ def small_run(output, **changes) -> TrainConfig:
         model=ModelConfig(tiny=SMALL),
         rollout=RolloutConfig(prompts_per_step=2, generations=4, max_prompt_tokens=4, max_new_tokens=3),
         rewards=["last_number"],
-        optimizer=OptimizerConfig(learning_rate=1e-2),
+        optimizer=OptimizerConfig(learning_rate=2e-3),
         steps=6,
         checkpoint_every=2,
     )

@@ -7,15 +7,14 @@ import pytest
 
 pytest.importorskip("tunix", reason="google-tunix is not installed (pip install '.[train]')")
 
-from runs import STOCK, small_run
+from runs import FUSED, STOCK, small_run
 
 from logitless.train import ab
 from logitless.train.ab_config import AbConfig
 from logitless.train.config import LossConfig, WarmStartConfig
 from logitless.train.errors import TrainError
 
-FUSED = LossConfig(level="hidden")
-WRONG = LossConfig(level="hidden", kl_coef=0.05, label="a divergence that weighs more")
+WRONG = LossConfig(level="hidden", kl_coef=0.6, label="a divergence that weighs more")
 
 
 @pytest.mark.slow

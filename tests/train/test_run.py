@@ -16,10 +16,10 @@ pytest.importorskip("tunix", reason="google-tunix is not installed (pip install 
 
 import numpy as np
 import yaml
-from runs import STOCK, small_run
+from runs import FUSED, STOCK, small_run
 
 from logitless.integrations import tunix as adapter
-from logitless.train.config import LoraConfig, LossConfig, ModelConfig, RolloutConfig, WarmStartConfig
+from logitless.train.config import LoraConfig, ModelConfig, RolloutConfig, WarmStartConfig
 from logitless.train.errors import TrainError
 from logitless.train.run import run_train
 from logitless.train.sinks import read_metrics
@@ -72,7 +72,7 @@ def test_completions_differ_from_step_to_step_and_follow_the_seed(unbroken):
 
 
 def test_the_fused_loss_trains_alike_on_the_same_completions(unbroken, tmp_path):
-    config = small_run(tmp_path / "run", replay_rollouts=str(unbroken / "rollouts"), loss=LossConfig(level="hidden"))
+    config = small_run(tmp_path / "run", replay_rollouts=str(unbroken / "rollouts"), loss=FUSED)
     assert run_train(config) == 0
     got, want = curve(tmp_path / "run"), curve(unbroken / "run")
     np.testing.assert_array_equal(got["reward/mean"], want["reward/mean"])
@@ -110,7 +110,7 @@ def test_a_planted_wrong_loss_has_no_parity(plant, unbroken, tmp_path, monkeypat
     from logitless.train.ab_config import AbConfig
     from logitless.train.compare import Run, compare
 
-    arms = [STOCK, LossConfig(level="hidden")]
+    arms = [STOCK, FUSED]
     plant(monkeypatch)
     config = small_run(tmp_path / "run", replay_rollouts=str(unbroken / "rollouts"), loss=arms[1])
     assert run_train(config) == 0

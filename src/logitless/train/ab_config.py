@@ -20,9 +20,9 @@ class ParityConfig:
         last_updates: with free rollouts: the updates at the end whose mean is compared.
     """
 
-    loss_error: float = 1e-4
+    loss_error: float = 1e-5
     kl_error: float = 1e-4
-    grad_norm_error: float = 1e-2
+    grad_norm_error: float = 1e-3
     confidence: float = 0.99
     last_updates: int = 10
 
