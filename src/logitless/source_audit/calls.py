@@ -1,9 +1,10 @@
 """Calls: into functions and classes of the target, which are read in turn, and to names from outside."""
 
 import ast
+from dataclasses import replace
 from typing import Any
 
-from logitless.source_audit.binding import bind, replace_kind
+from logitless.source_audit.binding import bind, language_of, replace_kind
 from logitless.source_audit.callables import (
     CALLABLE,
     Bound,
@@ -20,12 +21,14 @@ from logitless.source_audit.machine import DEPTH, Machine, Scope, root
 from logitless.source_audit.members import bases_of, member_of_class
 from logitless.source_audit.names import Class, Function
 from logitless.source_audit.operations import (
+    CROSS_ENTROPY_WORDS,
     HEAD_WORDS,
     LOSS_WORDS,
     PRODUCT_WORDS,
+    WHOLE_MODELS,
     last,
 )
-from logitless.source_audit.values import BLANK, Facts, Method, Outside, Site, Value, joined
+from logitless.source_audit.values import BLANK, NOTHING, Facts, Method, Outside, Site, Value, joined
 
 
 def call_expression(machine: Machine, node: ast.Call, scope: Scope) -> Value:
@@ -81,6 +84,8 @@ def call(
     scope: Scope,
 ) -> Value:
     """Calls whatever the value may be."""
+    if function.choices:
+        return _choose(machine, function, args, kwargs, site, scope)
     found = []
     for ref in function.refs:
         more = {**kwargs, "<path>": function} if ref == Outside("<linear>") else kwargs
@@ -96,6 +101,29 @@ def call(
     if not found:
         return _unknown(machine, function, args, kwargs, site)
     return joined(found)
+
+
+def _choose(
+    machine: Machine, function: Value, args: list[Value], kwargs: dict[str, Value], site: Site, scope: Scope
+) -> Value:
+    """One of several is called, chosen when the program runs: those in which no loss can be followed are named."""
+    results, seen, unseen = [], [], []
+    for one in function.choices:
+        before = machine.reached
+        results.append(call(machine, one, args, kwargs, site, scope))
+        (unseen if machine.reached == before else seen).append(_label(one))
+    data = [value for value in (*args, *kwargs.values()) if value.all_facts().is_data]
+    if unseen and len(data) > 1 and machine.phase == "forward":
+        text = f"an implementation is chosen at run time: in {', '.join(unseen[:4])} no loss can be followed"
+        machine.note("chosen", site, text, together(data))
+    return joined(results)
+
+
+def _label(value: Value) -> str:
+    names = [value.owner.full_name] if value.owner is not None else []
+    for ref in value.refs:
+        names.append(getattr(getattr(ref, "function", ref), "full_name", None) or getattr(ref, "name", "") or "another")
+    return f"`{names[0]}`" if names else "another"
 
 
 def _by_key(
@@ -189,6 +217,12 @@ def _method(
     classes = [one for one in receiver.refs if isinstance(one, Class)]
     if ref.name == "apply" and classes:
         return joined([apply(machine, one, args, kwargs, site) for one in classes])
+    through = kwargs.get("method")
+    if ref.name == "apply" and through is not None and len(args) > 1:
+        # `model.apply(variables, hidden, method="logits_from_hidden_states")`, as Flax has it.
+        name = through.constant if isinstance(through.constant, str) else through.path
+        if name and HEAD_WORDS.search(name):
+            return _named_head(machine, f"{receiver.path}.{name}".strip("."), args[1:], {}, site)
     if HEAD_WORDS.search(f"{receiver.path}.{ref.name}" if receiver.path else ref.name) and not receiver.facts.products:
         return _named_head(machine, f"{receiver.path}.{ref.name}".strip("."), args, kwargs, site)
     dotted = f"{receiver.path}.{ref.name}" if receiver.path else ref.name
@@ -211,6 +245,8 @@ def _unknown(machine: Machine, function: Value, args: list[Value], kwargs: dict[
     handed = [ref for value in args for ref in value.refs if isinstance(ref, CALLABLE)]
     if function.path and facts.is_data:
         facts = facts | Facts(frozenset({f"{function.path}()"}))
+        if WHOLE_MODELS.search(function.path):
+            facts = replace(facts, loops=NOTHING)
     return Value(facts | function.facts, tuple(handed))
 
 
@@ -331,16 +367,21 @@ def inline(
     if function in machine.calls or len(machine.calls) >= DEPTH:
         return Value(together(given))
     launch = function.kernel and not machine.kernels
+    reached = machine.reached
     applied = _by_summary(machine, closure, args, kwargs, site) if receiver is None else None
     if applied is not None:
+        if machine.reached == reached:
+            _loss_by_name(machine, function, given, site)
         return applied
     scope = Scope(function.module, function, closure.scope)
     bind(machine, scope, args, kwargs, pointer_site=site if launch else None)
     key = (id(function.node), id(closure.scope), tuple(machine.loops), machine.kernel, machine.phase, _key(scope))
     if key in machine.cache:
         return machine.cache[key]
-    before = machine.writes
+    before, reached = machine.writes, machine.reached
     result = _body(machine, function, scope, site if launch else None)
+    if machine.reached == reached and _loss_by_name(machine, function, given, site):
+        return Value(result.all_facts(), result.refs, result.items)
     result = _product_by_name(machine, function, given, result, site)
     if machine.writes == before:
         machine.cache[key] = result
@@ -380,6 +421,10 @@ def _body(machine: Machine, function: Function, scope: Scope, launch: Site | Non
     from logitless.source_audit.statements import execute
 
     machine.calls.append(function)
+    language = language_of(machine, function)
+    if language and machine.kernel is None:
+        text = f"kernel `{function.name}` is written in {language}, whose tensor-core products cannot be followed"
+        machine.note("own", launch or machine.site(function.node, scope), text, together(list(scope.names.values())))
     if launch is not None:
         machine.kernels.append((Site(function.module.file.path, function.node.lineno), launch))
         machine.note("launch", launch, function.name)
@@ -412,7 +457,29 @@ def _product_by_name(machine: Machine, function: Function, given: list[Value], r
     if result.all_facts().softmaxes:
         return result
     facts = machine.product(site, operands[0], operands[1], named=True)
+    out = next((one for one in given if one.mark and not one.facts.is_data or one.marks() and _is_fresh(one)), None)
+    if out is not None:
+        machine.write(site, out, facts)
     return Value(facts, mark=f"@{site.path}:{site.line}")
+
+
+def _is_fresh(value: Value) -> bool:
+    """Memory that was made and not filled."""
+    return not value.facts.is_data and value.constant is None and not value.refs
+
+
+def _loss_by_name(machine: Machine, function: Function, given: list[Value], site: Site) -> bool:
+    """A cross-entropy by its name, whose insides show no loss, of logits that were multiplied before."""
+    if not CROSS_ENTROPY_WORDS.search(function.name) or machine.kernels or machine.phase == "backward":
+        return False
+    operands = [value.all_facts() for value in given if value.all_facts().is_data]
+    logits = next((one for one in operands if one.products and not one.softmaxes), None)
+    ids = next((one for one in operands if not one.products and not one.softmaxes), None)
+    if logits is None or ids is None:
+        return False
+    by = f"`{function.name}`; only its name says that it is a cross-entropy"
+    machine.cross_entropy(site, logits, ids, by)
+    return True
 
 
 def _custom_gradient(

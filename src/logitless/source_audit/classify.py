@@ -27,6 +27,10 @@ ALGORITHM_WORDS = re.compile(
     r"(?:grpo|ppo|dpo|orpo|kto|simpo|cpo|ipo|gspo|dapo|cispo|policy|surrogate|reinforce|preference)", re.IGNORECASE
 )
 DISTILLATION_WORDS = re.compile(r"(?:jsd|distill|kl_?div|teacher|cosine|tvd)", re.IGNORECASE)
+WEIGHT_WORDS = re.compile(
+    r"^(?:m?w|\w*_)?(?:w|weights?|lm_head|head|lin_weight|embedding|classifier|unembed\w*)$", re.IGNORECASE
+)
+BESIDE_LOGITS = re.compile(r"(?:bias|softcap|scale|temperature|stride|eps|smoothing|ignore|num_|size)", re.IGNORECASE)
 ORDER = (KERNEL, CHUNKED, HOLDS, LOGITS)
 """Of several paths through one entry point the first of these names it; the others are noted."""
 
@@ -101,6 +105,8 @@ def classify(readings: Iterable[Reading]) -> list[EntryPoint]:
     for case in cases:
         _by_caller(case, cases)
     for case in cases:
+        _by_unseen(case)
+    for case in cases:
         _by_stages(case, cases)
     for case in cases:
         _without_events(case)
@@ -164,7 +170,11 @@ def _path_of_product(product: Product, event: LossEvent) -> str:
     assert event.softmax is not None
     if product.kernel is not None and event.softmax.kernel == product.kernel:
         return KERNEL
-    return CHUNKED if set(product.pieces) & set(event.softmax.loops) else HOLDS
+    around = {loop for loop in product.pieces if loop in event.softmax.loops}
+    if event.pieces is not None and event.ids:
+        # Logits whose ids are not cut with them are those of another head, or of another try: each is whole.
+        around = {loop for loop in around if loop in event.pieces or loop.kind == "checkpoint"}
+    return CHUNKED if around else HOLDS
 
 
 def _by_logits(case: _Case) -> None:
@@ -191,9 +201,51 @@ def _by_caller(case: _Case, cases: list[_Case]) -> None:
         if other is case or id(case.reading.node) not in other.reading.called:
             continue
         found += [event for event in other.logits if {product.site for product in event.products} & sites]
-    if found and all(path_of(event) == CHUNKED for event in found):
+    if found and all(path_of(event) == CHUNKED and not _is_one_checkpoint(event) for event in found):
         case.verdict, case.chosen = CHUNKED, found[:2]
         case.notes.append("is given one chunk at a time: the loop is in its caller")
+
+
+def _by_unseen(case: _Case) -> None:
+    """What is chosen at run time, what goes elsewhere, and kernels in languages of their own."""
+    notes = [note for note in case.reading.notes if note.phase == "forward"]
+    if case.verdict and case.verdict != LOGITS:
+        handed = [note for note in notes if _is_handed_the_operands(note, case)]
+        for note in handed:
+            if note.kind == "outside":
+                case.notes.append(f"another path: {DELEGATES} {note.text} ({note.site})")
+        others = [note for note in handed if note.kind in ("chosen", "dynamic")]
+        case.notes += list(dict.fromkeys(f"{note.text} ({note.site})" for note in others))[:2]
+        if others and case.verdict == HOLDS:
+            case.notes.append(f"the branch that can be followed: {HOLDS} ({_where(case.chosen[0])})")
+            case.verdict = UNKNOWN
+    own = [note for note in notes if note.kind == "own"]
+    if own and case.verdict == LOGITS and _may_hide_a_head(case):
+        case.notes.append(f"{own[0].text} ({own[0].site})")
+        case.verdict, case.chosen = UNKNOWN, []
+    if case.verdict == CHUNKED and all(_is_one_checkpoint(event) for event in case.chosen):
+        case.notes.append("one checkpoint and no loop: inside it the logits of all tokens are alive at once")
+
+
+def _is_handed_the_operands(note: Note, case: _Case) -> bool:
+    """It takes both operands of the product that was seen, before that product."""
+    if note.kind not in ("chosen", "dynamic", "outside") or note.products:
+        return False
+    products = [product for event in case.chosen for product in event.products]
+    return any(note.sources & one.left and note.sources & (one.right - one.left) for one in products)
+
+
+def _may_hide_a_head(case: _Case) -> bool:
+    """An entry point that takes a weight, and whose logits come of that or of nothing that holds logits."""
+    weights = {name for name in case.reading.parameters if WEIGHT_WORDS.search(name)}
+    sources = {name.split(".")[0].split("[")[0] for event in case.logits for name in event.sources}
+    own = sources & set(case.reading.parameters)
+    return bool(weights) and (bool(weights & sources) or all(BESIDE_LOGITS.search(name) for name in own))
+
+
+def _is_one_checkpoint(event: LossEvent) -> bool:
+    loops = {loop.kind for product in event.products for loop in product.pieces}
+    return loops == {"checkpoint"}
 
 
 def _by_stages(case: _Case, cases: list[_Case]) -> None:
@@ -293,7 +345,8 @@ def _without_events(case: _Case) -> None:
         _delegated(case, outside)
         return
     name = reading.name.rsplit(".", 1)[-1]
-    dynamic = [note for note in reading.notes if note.kind == "dynamic"]
+    dynamic = [note for note in reading.notes if note.kind in ("dynamic", "chosen")]
+    dynamic += [note for note in reading.notes if note.kind == "own" and _crosses(note)]
     if not LOSS_WORDS.search(name) or len(reading.parameters) < 2:
         return
     if dynamic:
@@ -302,6 +355,11 @@ def _without_events(case: _Case) -> None:
     elif not reading.complete:
         case.verdict = UNKNOWN
         case.notes.append("too large to be read to its end")
+
+
+def _crosses(note: Note) -> bool:
+    """A kernel that is given several arrays."""
+    return len({name.split(".")[0].split("[")[0] for name in note.sources}) > 1
 
 
 def _delegated(case: _Case, outside: list[Note]) -> None:

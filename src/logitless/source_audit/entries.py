@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from logitless.source_audit.callables import Bound, Checkpointed, Closure
 from logitless.source_audit.calls import apply, call, call_ref
@@ -334,6 +334,8 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
                 readings.append(reading)
                 for name in names_to_follow(reading):
                     reached.setdefault(name, set()).add(reading.site.path)
+        for name, paths in program.aliases(reached).items():
+            reached.setdefault(name, set()).update(paths)
         waiting = [one for one in _callers(program, reached) if id(one.subject.node) not in done]
     return [_again(program, reading) for reading in readings]
 
@@ -358,8 +360,34 @@ def _with_seeds(program: Program) -> Iterator[Candidate]:
         if file.tree is None:
             continue
         for candidate in candidates_of(program, program.module(path)):
-            if has_seed(candidate.words) or _is_policy(candidate.subject):
+            if has_seed(candidate.words) or _is_policy(candidate.subject) or _dispatches(candidate.subject):
                 yield candidate
+
+
+def _dispatches(subject: Function | Class) -> bool:
+    """A loss by its name that calls what it takes from a mapping, or from `getattr`."""
+    if isinstance(subject, Class) or not LOSS_WORDS.search(subject.name) or len(subject.parameters) < 2:
+        return False
+    taken = set()
+    for node in ast.walk(subject.node):
+        if isinstance(node, ast.Call) and _takes_from_a_mapping(node.func):
+            return True
+        if isinstance(node, ast.Assign) and _takes_from_a_mapping(node.value):
+            taken |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    called = {node.func.id for node in ast.walk(subject.node) if isinstance(node, ast.Call) and _is_name(node.func)}
+    return bool(taken & called)
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _takes_from_a_mapping(node: ast.expr) -> bool:
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Name | ast.Attribute)
+    if not isinstance(node, ast.Call):
+        return False
+    return isinstance(node.func, ast.Name) and node.func.id == "getattr" or getattr(node.func, "attr", "") == "get"
 
 
 def _is_policy(subject: Function | Class) -> bool:
@@ -378,7 +406,7 @@ def names_to_follow(reading: Reading) -> set[str]:
         for event in reading.events
         for source in (event.sources | frozenset().union(*(p.left | p.right for p in event.products)))
     )
-    outside = any(note.kind in ("outside", "normaliser") for note in reading.notes)
+    outside = any(note.kind in ("outside", "normaliser", "own") for note in reading.notes)
     if not (linked or outside):
         return set()
     name = reading.name.rsplit(".", 1)[-1]
@@ -387,7 +415,7 @@ def names_to_follow(reading: Reading) -> set[str]:
     return {name}
 
 
-SHORT = 4
+SHORT = 3
 """A name of fewer letters may mean anything elsewhere: only its own file is searched for it."""
 
 

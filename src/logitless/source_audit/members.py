@@ -1,6 +1,7 @@
 """Attributes: of arrays, instances, classes and modules, through base classes and what methods assign."""
 
 import ast
+from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit.callables import Bound, Closure, Super
@@ -8,11 +9,13 @@ from logitless.source_audit.expressions import evaluate, value_of_binding
 from logitless.source_audit.machine import Machine, Scope, root, view
 from logitless.source_audit.names import Assigned, Class, Function, Module
 from logitless.source_audit.operations import SIZES, VIEWS
-from logitless.source_audit.values import BLANK, Method, Outside, Value, joined
+from logitless.source_audit.values import BLANK, NOTHING, Method, Outside, Value, joined
 
 
 def attribute_of(machine: Machine, value: Value, name: str) -> Value:
     """`value.name`."""
+    if value.choices:
+        return _of_choices(machine, value, name)
     if value.fields is not None and name in value.fields:
         return value.fields[name]
     found = [one for ref in value.refs for one in _attribute_of_ref(machine, value, ref, name)]
@@ -33,7 +36,16 @@ def attribute_of(machine: Machine, value: Value, name: str) -> Value:
         seen = view(value)
         seen.refs, seen.path = (method,), value.path
         return seen
-    return Value(value.all_facts(), (method,), bases=(value,))
+    # An attribute of one of several batches is whole: nobody cut it.
+    return Value(replace(value.all_facts(), loops=NOTHING), (method,), bases=(value,))
+
+
+def _of_choices(machine: Machine, value: Value, name: str) -> Value:
+    several = [attribute_of(machine, one, name) for one in value.choices]
+    made = joined(several)
+    if len(several) > 1 and made not in several:
+        made.choices = tuple(one for one in several if one.refs or one.owner is not None)
+    return made
 
 
 def _attribute_of_ref(machine: Machine, value: Value, ref: Any, name: str) -> list[Value]:

@@ -8,6 +8,7 @@ from logitless.source_audit import operations as ops
 from logitless.source_audit.callables import CALLABLE, Call, Gradient, Launch, Partial
 from logitless.source_audit.expressions import element_of, together
 from logitless.source_audit.machine import Machine, plain, root, view
+from logitless.source_audit.indexing import chosen
 from logitless.source_audit.members import attribute_of
 from logitless.source_audit.transforms import LOOPS, call_function, wrap
 from logitless.source_audit.values import BLANK, NOTHING, Facts, Note, Outside, Value, joined
@@ -53,6 +54,10 @@ def _anything(machine: Machine, call: Call) -> Value:
             note = Note("outside", call.site, machine.phase, call.dotted, facts.products, facts.sources)
             machine.notes.setdefault(note)
             return Value(facts.marked("logp"))
+    if call.method and ops.LOSS_WORDS.search(call.name) and not call.args[0].facts.is_data:
+        given = together(call.everything()[1:])
+        if given.is_data and machine.phase == "forward":
+            machine.note("dynamic", call.site, f"calls `{call.name}` of something that is not in this tree", given)
     out = call.kwargs.get("out")
     if out is not None:
         machine.write(call.site, out, facts)
@@ -77,6 +82,8 @@ def _operands(call: Call, start: int = 0) -> list[Value]:
 def _product(machine: Machine, call: Call) -> Value:
     start = ops.PRODUCTS[call.name]
     everything = [one for one in _operands(call) if not isinstance(one.constant, str)]
+    if call.method and everything and _is_no_array(everything[0]):
+        everything = everything[1:]
     operands = everything[start : start + 2]
     if call.name == "einsum" and len(operands) == 2 and call.method:
         operands = everything[-2:]
@@ -91,6 +98,11 @@ def _product(machine: Machine, call: Call) -> Value:
         out.facts = out.facts | facts
         return out
     return Value(facts, mark=f"@{call.site.path}:{call.site.line}")
+
+
+def _is_no_array(value: Value) -> bool:
+    """A function or class of the target whose method is called, as `epilogue.gemm(a, b, out)`."""
+    return bool(value.refs) and not value.facts.is_data and any(isinstance(ref, CALLABLE) for ref in value.refs)
 
 
 def _product_in_place(machine: Machine, call: Call) -> Value:
@@ -126,6 +138,9 @@ def _exponential(machine: Machine, call: Call) -> Value:
 
 
 def _logarithm(machine: Machine, call: Call) -> Value:
+    if call.name == "log1p":
+        # log(1 + exp(x)) is a softplus, no log-sum-exp.
+        return Value(_first(call).all_facts(), mark=f"@{call.site.path}:{call.site.line}")
     return Value(machine.logarithm(call.site, _first(call).all_facts()), mark=f"@{call.site.path}:{call.site.line}")
 
 
@@ -339,7 +354,9 @@ def _get(machine: Machine, call: Call) -> Value:
             return joined([found, *defaults])
         held = [] if isinstance(key, str) else list(target.fields.values())
         element = [target.element] if target.element is not None else []
-        return joined([*held, *element, *defaults])
+        if not (held or element) and not target.facts.is_data and not defaults:
+            return Value(path=f"{call.dotted}(...)")
+        return chosen([*held, *element, *defaults])
     if target.path and isinstance(key, str):
         return root(f"{target.path}[{key!r}]")
     if target.element is not None:

@@ -14,6 +14,8 @@ from logitless.source_audit.operations import may_hold_a_loss
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages"}
+LOSS_NAMED = re.compile(r"def \w*(?:loss|cross_?entropy|log_?probs?)\w*\(", re.IGNORECASE)
+HANDED_ON = re.compile(r"getattr\(|\]\(|\.get\(|\.launch\(")
 MAX_BYTES = 20_000_000
 
 
@@ -128,7 +130,7 @@ def _read_file(name: str, path: Path) -> tuple[SourceFile, int]:
     text = read_text(path)
     parsed = parse(text)
     words = frozenset(WORD.findall(text))
-    keep = may_hold_a_loss(text)
+    keep = may_hold_a_loss(text) or LOSS_NAMED.search(text) is not None and HANDED_ON.search(text) is not None
     return SourceFile(name, path, words, parsed if keep else None), text.count("\n") + 1
 
 

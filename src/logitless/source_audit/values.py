@@ -157,6 +157,7 @@ class Value:
         element: of a list that is appended to or of a comprehension, any of its elements.
         kind: zip, enumerate or range, of what is iterated over.
         mark: of the array that it is, where it is no view.
+        choices: values of which the program takes one when it runs, where each is read for itself.
     """
 
     facts: Facts = BLANK
@@ -170,6 +171,7 @@ class Value:
     element: "Value | None" = None
     kind: str = ""
     mark: str = ""
+    choices: "tuple[Value, ...]" = ()
 
     def write(self, facts: Facts, depth: int = 12) -> None:
         """Joins what is written in place into the value and all that it is a view of."""
@@ -217,7 +219,9 @@ def joined(values: Iterable[Value]) -> Value:
         facts = facts | value.facts
         refs += [ref for ref in value.refs if ref not in refs]
     value = Value(facts, tuple(refs), _joined_items(several), _joined_fields(several), tuple(several))
-    value.owner = next((one.owner for one in several if one.owner is not None), None)
+    owners = {id(one.owner): one for one in several if one.owner is not None}
+    value.owner = next((one.owner for one in owners.values()), None)
+    value.choices = tuple(owners.values()) if len(owners) > 1 else ()
     elements = [one.element for one in several if one.element is not None]
     value.element = joined(elements) if elements else None
     if len({(one.kind, one.path) for one in several}) == 1:
@@ -276,6 +280,7 @@ class LossEvent:
         calls: functions that it was reached through, outermost first.
         phase: forward or backward.
         by: how it was recognised, in words.
+        pieces: loops of which the ids are a piece; None where that was not asked.
     """
 
     kind: str
@@ -289,6 +294,7 @@ class LossEvent:
     calls: tuple[str, ...]
     phase: str
     by: str = ""
+    pieces: frozenset[Loop] | None = None
 
 
 @dataclass(frozen=True)
