@@ -21,6 +21,7 @@ from logitless.source_audit.machine import DEPTH, Machine, Scope, root
 from logitless.source_audit.members import bases_of, member_of_class
 from logitless.source_audit.names import Class, Function
 from logitless.source_audit.operations import (
+    BACKWARD_WORDS,
     CROSS_ENTROPY_WORDS,
     HEAD_WORDS,
     LOSS_WORDS,
@@ -120,10 +121,14 @@ def _choose(
 
 
 def _label(value: Value) -> str:
-    names = [value.owner.full_name] if value.owner is not None else []
-    for ref in value.refs:
-        names.append(getattr(getattr(ref, "function", ref), "full_name", None) or getattr(ref, "name", "") or "another")
-    return f"`{names[0]}`" if names else "another"
+    if value.owner is not None:
+        return f"`{value.owner.full_name}`"
+    ref = value.refs[0] if value.refs else None
+    while isinstance(ref, Partial | Gradient | Launch | Checkpointed):
+        ref = ref.ref
+    ref = ref.closure if isinstance(ref, Bound) else ref
+    ref = ref.function if isinstance(ref, Closure) else ref
+    return f"`{getattr(ref, 'full_name', '') or getattr(ref, 'name', '') or 'another'}`"
 
 
 def _by_key(
@@ -470,7 +475,9 @@ def _is_fresh(value: Value) -> bool:
 
 def _loss_by_name(machine: Machine, function: Function, given: list[Value], site: Site) -> bool:
     """A cross-entropy by its name, whose insides show no loss, of logits that were multiplied before."""
-    if not CROSS_ENTROPY_WORDS.search(function.name) or machine.kernels or machine.phase == "backward":
+    if not CROSS_ENTROPY_WORDS.search(function.name) or function.kernel or BACKWARD_WORDS.search(function.name):
+        return False
+    if machine.kernels or machine.phase == "backward":
         return False
     operands = [value.all_facts() for value in given if value.all_facts().is_data]
     logits = next((one for one in operands if one.products and not one.softmaxes), None)

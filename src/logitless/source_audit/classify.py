@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from logitless.source_audit.entries import Reading, words_in
 from logitless.source_audit.operations import (
+    BACKWARD_WORDS,
     BESIDE_WORDS,
     LOGITS_WORDS,
     LOGPROB_WORDS,
@@ -146,6 +147,8 @@ def _is_inside(case: _Case, reached: set[int]) -> bool:
     reading = case.reading
     if reading.owner and id(reading.node) in reached or is_test(reading.site.path):
         return True
+    if BACKWARD_WORDS.search(reading.name.rsplit(".", 1)[-1]):
+        return True
     return reading.kind == "kernel" and not case.logits
 
 
@@ -182,7 +185,10 @@ def _by_logits(case: _Case) -> None:
     case.verdict = next((path for path in ORDER if paths[path]), "")
     case.chosen = paths.get(case.verdict, [])
     for path in ORDER:
-        if paths[path] and path != case.verdict:
+        other = paths[path]
+        if case.verdict == KERNEL and all(_takes_from(event, case.chosen) for event in other):
+            continue
+        if other and path != case.verdict:
             case.notes.append(f"another path: {path} ({_where(paths[path][0])})")
 
 
@@ -232,7 +238,7 @@ def _is_handed_the_operands(note: Note, case: _Case) -> bool:
     if note.kind not in ("chosen", "dynamic", "outside") or note.products:
         return False
     products = [product for event in case.chosen for product in event.products]
-    return any(note.sources & one.left and note.sources & (one.right - one.left) for one in products)
+    return len(note.sources) > 1 and any(note.sources & one.left and note.sources & one.right for one in products)
 
 
 def _may_hide_a_head(case: _Case) -> bool:

@@ -109,18 +109,19 @@ def is_autograd(machine: Machine, made: Class) -> bool:
 def read(program: Program, subject: Function | Class, *, budget: int, arguments: bool = False) -> list[Reading]:
     """Reads one entry point, and what it defines but does not call itself; once, unless with known arguments."""
     known = program.cache.setdefault("readings", {})
-    key = id(subject.node)
+    # What is launched as a kernel may have been read before as a plain function.
+    key = id(subject.node), isinstance(subject, Function) and subject.kernel
     if key in known and not arguments:
         return known[key]
     machine = Machine(program, budget=budget)
     machine.subject = subject
     kind, complete = "function", True
-    program.cache.setdefault("reading", set()).add(key)
+    program.cache.setdefault("reading", set()).add(id(subject.node))
     try:
         kind = _start(machine, subject, arguments)
     except (Exhausted, RecursionError):
         complete = False
-    program.cache["reading"].discard(key)
+    program.cache["reading"].discard(id(subject.node))
     first = _reading(machine, subject, kind, complete)
     first.summary = Summary(machine.roots, machine.result, first.events, first.notes, machine.called, first.site)
     first.subject = subject
@@ -345,6 +346,8 @@ BUDGET = 120_000
 
 def _again(program: Program, reading: Reading) -> Reading:
     """Where a parameter is called, the entry point is read again with the functions that other code hands over."""
+    if reading.kind == "function" and isinstance(reading.subject, Function) and reading.subject.kernel:
+        return read(program, reading.subject, budget=BUDGET)[0]
     called = {name for name in reading.parameters if any(f"`{name}`" in note.text for note in reading.notes)}
     if LOSS_WORDS.search(reading.name):
         called |= set(reading.parameters)

@@ -20,7 +20,7 @@ def subscript(machine: Machine, node: ast.Subscript, scope: Scope) -> Value:
         found = _entry(value, key)
         if found is not None:
             return found
-        if isinstance(key, str) and value.facts.loops:
+        if isinstance(key, str) and value.facts.loops and not value.parts() and value.owner is None:
             # An entry of one of several batches is whole: nobody cut it.
             value = Value(replace(value.facts, loops=NOTHING), value.refs, bases=(value,))
     if isinstance(index, ast.Slice) and value.items is not None:
@@ -68,6 +68,9 @@ def _indexed(machine: Machine, node: ast.Subscript, value: Value, scope: Scope) 
         return _cut(value.element, evaluate(machine, node.slice, scope))
     ids, loops = _index(machine, node.slice, scope)
     facts = value.facts | Facts(loops=loops)
+    if not any(isinstance(part, ast.Constant) and part.value is None for part in ast.walk(node.slice)):
+        # `ref[...]` is what a reference holds; `pointers[:, None]` are pointers still.
+        facts = facts.unmarked("ptr")
     if ids.is_data:
         facts = machine.pick(machine.site(node, scope), facts, ids)
     return Value(facts, value.refs, bases=(value,))

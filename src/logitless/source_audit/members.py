@@ -28,7 +28,8 @@ def attribute_of(machine: Machine, value: Value, name: str) -> Value:
     if name in SIZES:
         return Value(kind="size", constant=None)
     method = Method(name, value)
-    if value.path and not (name in VIEWS or name == "weight"):
+    instance = value.owner is not None and not value.facts.is_data
+    if value.path and (instance or not (name in VIEWS or name == "weight")):
         path = f"{value.path}.{name}"
         made = root(path)
         return Value(made.facts if value.facts.is_data else BLANK, (method,), path=path, mark=made.mark)

@@ -130,6 +130,9 @@ BESIDE_WORDS = re.compile(
 )
 """What is computed beside a loss, of log-probs too."""
 
+BACKWARD_WORDS = re.compile(r"(?<!forward)(?<!and)(?:^|_)(?:bwd|backward)(?:_|$)|(?<=[a-z])Backward$")
+"""Functions that are a part of a gradient."""
+
 LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.IGNORECASE)
 ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|rejected|delta|coef)", re.IGNORECASE)
 LOGITS_WORDS = re.compile(r"(?:^|_)logits(?:_ptr|_chunk|_flat)?$", re.IGNORECASE)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit import operations as ops
-from logitless.source_audit.callables import CALLABLE, Call, Gradient, Launch, Partial
+from logitless.source_audit.callables import CALLABLE, Call, Closure, Gradient, Launch, Partial
 from logitless.source_audit.expressions import element_of, together
 from logitless.source_audit.machine import Machine, plain, root, view
 from logitless.source_audit.indexing import chosen
@@ -22,6 +22,9 @@ def outside_call(machine: Machine, call: Call) -> Value:
     """The value of a call whose insides are not in the target."""
     if call.dotted == LINEAR.name:
         return _linear_layer(machine, call)
+    registered = _registered(machine, call)
+    if registered:
+        return call_function(machine, registered, call.args, call.kwargs, call)
     handler = HANDLERS.get(call.name)
     if handler is not None and not (call.method and call.name in NOT_METHODS):
         return handler(machine, call)
@@ -36,6 +39,16 @@ def outside_call(machine: Machine, call: Call) -> Value:
             return Value(refs=tuple(functions))
         return wrap(machine, call, functions)
     return _anything(machine, call)
+
+
+def _registered(machine: Machine, call: Call) -> list[Any]:
+    """`torch.ops.space.name(...)`: what the target registers under `space::name`."""
+    from logitless.source_audit.calls import registry
+
+    parts = call.dotted.removesuffix(".default").split(".")
+    if len(parts) != 4 or parts[:2] != ["torch", "ops"]:
+        return []
+    return [Closure(one, None) for one in registry(machine).get("::".join(parts[2:]), [])]
 
 
 def mark_kernels(refs: list[Any]) -> None:
@@ -82,8 +95,10 @@ def _operands(call: Call, start: int = 0) -> list[Value]:
 def _product(machine: Machine, call: Call) -> Value:
     start = ops.PRODUCTS[call.name]
     everything = [one for one in _operands(call) if not isinstance(one.constant, str)]
+    outputs: list[Value] = []
     if call.method and everything and _is_no_array(everything[0]):
         everything = everything[1:]
+        outputs = [one for value in (*call.args[3:], *call.kwargs.values()) for one in (value, *value.parts())]
     operands = everything[start : start + 2]
     if call.name == "einsum" and len(operands) == 2 and call.method:
         operands = everything[-2:]
@@ -92,6 +107,9 @@ def _product(machine: Machine, call: Call) -> Value:
     facts = machine.product(call.site, operands[0].all_facts(), operands[1].all_facts())
     rest = together([*everything[:start], *everything[start + 2 :]])
     facts = facts | replace(rest, picks=NOTHING, softmaxes=NOTHING)
+    for one in outputs:
+        if one.marks() and not one.facts.is_data:
+            machine.write(call.site, one, facts)
     out = call.kwargs.get("out")
     if out is not None:
         machine.write(call.site, out, facts)
