@@ -13,6 +13,7 @@ from logitless.source_audit.operations import (
     LOSS_WORDS,
     OBJECTIVE_WORDS,
 )
+from logitless.source_audit.tree import is_test
 from logitless.source_audit.values import LossEvent, Note, Product, Site
 
 LOGITS = "logits-level"
@@ -150,12 +151,6 @@ def _is_inside(case: _Case, reached: set[int]) -> bool:
     if BACKWARD_WORDS.search(reading.name.rsplit(".", 1)[-1]):
         return True
     return reading.kind == "kernel" and not case.logits
-
-
-def is_test(path: str) -> bool:
-    """Tests call losses; they are none."""
-    *folders, name = path.split("/")
-    return name.startswith(("test_", "conftest")) or name.endswith("_test.py") or bool({"tests", "test"} & set(folders))
 
 
 def path_of(event: LossEvent) -> str:

@@ -13,6 +13,7 @@ from logitless.source_audit.members import bases_of, member_of_class, outside_ba
 from logitless.source_audit.names import Class, Function, Module, Program
 from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, may_hold_a_loss
 from logitless.source_audit.summary import Summary
+from logitless.source_audit.tree import is_test
 from logitless.source_audit.values import LossEvent, Note, Site, Value
 
 SCALARS = {"int", "float", "bool", "str"}
@@ -360,7 +361,7 @@ def _again(program: Program, reading: Reading) -> Reading:
 
 def _with_seeds(program: Program) -> Iterator[Candidate]:
     for path, file in program.tree.files.items():
-        if file.tree is None:
+        if file.tree is None or is_test(path):
             continue
         for candidate in candidates_of(program, program.module(path)):
             if has_seed(candidate.words) or _is_policy(candidate.subject) or _dispatches(candidate.subject):
@@ -427,6 +428,8 @@ def _callers(program: Program, names: dict[str, set[str]]) -> Iterator[Candidate
         return
     for module in program.modules_with(names):
         path = module.file.path
+        if is_test(path):
+            continue
         wanted = {name for name, paths in names.items() if len(name) >= SHORT or path in paths}
         for candidate in candidates_of(program, module):
             own = candidate.subject.name

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from logitless.source_audit.tree import SourceFile, SourceTree
+from logitless.source_audit.tree import SourceFile, SourceTree, is_test
 from logitless.source_audit.values import Outside
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -254,16 +254,21 @@ class Program:
         wanted = frozenset(names)
         found: dict[str, set[str]] = {}
         for path, file in self.tree.files.items():
-            if not file.words & wanted:
+            if not file.words & wanted or is_test(path):
                 continue
-            for name, bindings in self.module(path).scope.items():
-                for one in bindings:
-                    if name not in wanted and _mentions(one, wanted):
-                        found.setdefault(name, set()).add(path)
-            for name, entries in self.module(path).entries.items():
-                if name not in wanted and any(_words(value) & wanted for _, value in entries):
+            for name, words in self._made_of(path):
+                if name not in wanted and words & wanted:
                     found.setdefault(name, set()).add(path)
         return found
+
+    def _made_of(self, path: str) -> list[tuple[str, frozenset[str]]]:
+        key = ("made of", path)
+        if key not in self.cache:
+            module = self.module(path)
+            rows = [(name, _mentioned(one)) for name, bindings in module.scope.items() for one in bindings]
+            rows += [(name, _words(value)) for name, put in module.entries.items() for _, value in put]
+            self.cache[key] = [(name, words) for name, words in rows if words]
+        return self.cache[key]
 
     def modules_with(self, words: Iterable[str]) -> Iterator[Module]:
         """Modules whose text holds any of these words."""
@@ -273,15 +278,16 @@ class Program:
                 yield self.module(path)
 
 
-def _mentions(binding: Any, names: frozenset[str]) -> bool:
+def _mentioned(binding: Any) -> frozenset[str]:
+    """Names that a binding goes by somewhere else, or is made of."""
     if isinstance(binding, Imported):
-        return binding.name in names
-    return isinstance(binding, Assigned) and bool(_words(binding.node) & names)
+        return frozenset({binding.name} if binding.name else ())
+    return _words(binding.node) if isinstance(binding, Assigned) else frozenset()
 
 
-def _words(node: ast.expr) -> set[str]:
-    found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return found | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+def _words(node: ast.expr) -> frozenset[str]:
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+    return frozenset(part.id if isinstance(part, ast.Name) else part.attr for part in parts)
 
 
 _STANDARD = {"torch", "jax", "numpy", "triton", "math", "functools", "typing", "types", "operator", "copy", "logging"}

@@ -15,7 +15,7 @@ PRODUCTS_IN_PLACE = {"addmm_", "baddbmm_", "addbmm_"}
 PRODUCT_WORDS = re.compile(r"(?:^|_)(?:gemm|matmul|mm|linear)(?:_|\d|$)", re.IGNORECASE)
 """Functions of the target whose insides say nothing: with two operands and logits behind, their name is believed."""
 
-CROSS_ENTROPY_WORDS = re.compile(r"(?:cross_?entropy|softmax_xent)", re.IGNORECASE)
+CROSS_ENTROPY_WORDS = re.compile(r"^(?!.*(?:linear|head|hidden)).*(?:cross_?entropy|softmax_xent)", re.IGNORECASE)
 """Functions of the target whose insides show no loss: with a product's logits and ids, their name is believed."""
 
 HEAD_WORDS = re.compile(

@@ -250,6 +250,9 @@ def _positions(machine: Machine, call: Call) -> Value:
 
 
 def _fresh(machine: Machine, call: Call) -> Value:
+    if call.name.startswith(("full", "ones")):
+        # What is filled to be padded, or counted up, is no memory for logits.
+        return Value()
     mark = f"@{call.site.path}:{call.site.line}"
     return Value(Facts(marks=frozenset({mark})), mark=mark)
 

@@ -105,6 +105,12 @@ def python_files(root: Path) -> Iterator[Path]:
             yield folder
 
 
+def is_test(path: str) -> bool:
+    """Tests call losses; they are none."""
+    *folders, name = path.split("/")
+    return name.startswith(("test_", "conftest")) or name.endswith("_test.py") or bool({"tests", "test"} & set(folders))
+
+
 def read_tree(root: Path, progress: Callable[[int, int], None] | None = None) -> SourceTree:
     """Reads and parses every file below `root`; what cannot be read is recorded and left out."""
     base = root.parent if root.is_file() else root

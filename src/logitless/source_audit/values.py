@@ -219,14 +219,20 @@ def joined(values: Iterable[Value]) -> Value:
         facts = facts | value.facts
         refs += [ref for ref in value.refs if ref not in refs]
     value = Value(facts, tuple(refs), _joined_items(several), _joined_fields(several), tuple(several))
-    owners = {id(one.owner): one for one in several if one.owner is not None}
-    value.owner = next((one.owner for one in owners.values()), None)
-    value.choices = tuple(owners.values()) if len(owners) > 1 else ()
+    value.owner = next((one.owner for one in several if one.owner is not None), None)
+    value.choices = _choices(several) if value.owner is not None else ()
     elements = [one.element for one in several if one.element is not None]
     value.element = joined(elements) if elements else None
     if len({(one.kind, one.path) for one in several}) == 1:
         value.kind, value.path = several[0].kind, several[0].path
     return value
+
+
+def _choices(values: list[Value]) -> tuple[Value, ...]:
+    """Instances of several classes, and functions beside them: each is called for itself."""
+    flat = [one for value in values for one in (value.choices or (value,))]
+    callable_ones = {id(one.owner) if one.owner is not None else one: one for one in flat if one.owner or one.refs}
+    return tuple(callable_ones.values()) if len(callable_ones) > 1 else ()
 
 
 def _joined_items(values: list[Value]) -> list[Value] | None:
