@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit.binding import bind, language_of, replace_kind
+from logitless.source_audit.by_name import loss_by_name, product_by_name
 from logitless.source_audit.callables import (
     CALLABLE,
     Bound,
@@ -21,11 +22,7 @@ from logitless.source_audit.machine import DEPTH, Machine, Scope, root
 from logitless.source_audit.members import bases_of, member_of_class
 from logitless.source_audit.names import Class, Function
 from logitless.source_audit.operations import (
-    BACKWARD_WORDS,
-    CROSS_ENTROPY_WORDS,
     HEAD_WORDS,
-    LOSS_WORDS,
-    PRODUCT_WORDS,
     WHOLE_MODELS,
     last,
 )
@@ -376,7 +373,7 @@ def inline(
     applied = _by_summary(machine, closure, args, kwargs, site) if receiver is None else None
     if applied is not None:
         if machine.reached == reached:
-            _loss_by_name(machine, function, given, site)
+            loss_by_name(machine, function, given, site)
         return applied
     scope = Scope(function.module, function, closure.scope)
     bind(machine, scope, args, kwargs, pointer_site=site if launch else None)
@@ -385,9 +382,9 @@ def inline(
         return machine.cache[key]
     before, reached = machine.writes, machine.reached
     result = _body(machine, function, scope, site if launch else None)
-    if machine.reached == reached and _loss_by_name(machine, function, given, site):
+    if machine.reached == reached and loss_by_name(machine, function, given, site):
         return Value(result.all_facts(), result.refs, result.items)
-    result = _product_by_name(machine, function, given, result, site)
+    result = product_by_name(machine, function, given, result, site)
     if machine.writes == before:
         machine.cache[key] = result
     _custom_gradient(machine, closure, args, kwargs, site)
@@ -449,44 +446,6 @@ def _key(scope: Scope) -> tuple[Any, ...]:
         (name, value.facts, value.refs, value.constant, value.path, id(value) if value.parts() else 0)
         for name, value in scope.names.items()
     )
-
-
-def _product_by_name(machine: Machine, function: Function, given: list[Value], result: Value, site: Site) -> Value:
-    """Where a function's insides show no product but its name says so, its first two operands are multiplied."""
-    if not PRODUCT_WORDS.search(function.name) or LOSS_WORDS.search(function.name) or function.kernel:
-        return result
-    operands = [value.all_facts() for value in given if value.all_facts().is_data]
-    known = frozenset().union(*(facts.products for facts in operands)) if operands else frozenset()
-    if len(operands) < 2 or result.all_facts().products - known or operands[0].marks & {"logp"}:
-        return result
-    if result.all_facts().softmaxes:
-        return result
-    facts = machine.product(site, operands[0], operands[1], named=True)
-    out = next((one for one in given if one.mark and not one.facts.is_data or one.marks() and _is_fresh(one)), None)
-    if out is not None:
-        machine.write(site, out, facts)
-    return Value(facts, mark=f"@{site.path}:{site.line}")
-
-
-def _is_fresh(value: Value) -> bool:
-    """Memory that was made and not filled."""
-    return not value.facts.is_data and value.constant is None and not value.refs
-
-
-def _loss_by_name(machine: Machine, function: Function, given: list[Value], site: Site) -> bool:
-    """A cross-entropy by its name, whose insides show no loss, of logits that were multiplied before."""
-    if not CROSS_ENTROPY_WORDS.search(function.name) or function.kernel or BACKWARD_WORDS.search(function.name):
-        return False
-    if machine.kernels or machine.phase == "backward":
-        return False
-    operands = [value.all_facts() for value in given if value.all_facts().is_data]
-    logits = next((one for one in operands if one.products and not one.softmaxes), None)
-    ids = next((one for one in operands if not one.products and not one.softmaxes), None)
-    if logits is None or ids is None:
-        return False
-    by = f"`{function.name}`; only its name says that it is a cross-entropy"
-    machine.cross_entropy(site, logits, ids, by)
-    return True
 
 
 def _custom_gradient(

@@ -172,4 +172,3 @@ def _own_attribute(machine: Machine, value: Value, name: str, nodes: list[ast.ex
     elif isinstance(nodes[0], ast.Constant):
         value.fields[name] = Value()
     return value.fields[name]
-

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from logitless.source_audit import containers
 from logitless.source_audit import operations as ops
 from logitless.source_audit.callables import CALLABLE, Call, Closure, Gradient, Launch, Partial
 from logitless.source_audit.expressions import element_of, together
-from logitless.source_audit.machine import Machine, plain, root, view
 from logitless.source_audit.indexing import chosen
+from logitless.source_audit.machine import Machine, plain, root, view
 from logitless.source_audit.members import attribute_of
 from logitless.source_audit.transforms import LOOPS, call_function, wrap
 from logitless.source_audit.values import BLANK, NOTHING, Facts, Note, Outside, Value, joined
@@ -300,28 +301,6 @@ def _view(machine: Machine, call: Call) -> Value:
     return made
 
 
-def _same(machine: Machine, call: Call) -> Value:
-    return call.args[0] if call.args else Value(items=[])
-
-
-def _zip(machine: Machine, call: Call) -> Value:
-    if any(one.kind == "star" for one in call.args):
-        return Value(together(call.args))
-    return Value(items=list(call.args), kind="zip")
-
-
-def _enumerate(machine: Machine, call: Call) -> Value:
-    return Value(items=call.args[:1], kind="enumerate")
-
-
-def _range(machine: Machine, call: Call) -> Value:
-    return Value(Facts(loops=together(call.args).loops), kind="range")
-
-
-def _next(machine: Machine, call: Call) -> Value:
-    return element_of(call.args[0], None) if call.args else Value()
-
-
 def _append(machine: Machine, call: Call) -> Value:
     if len(call.args) < 2 or not call.method:
         return _anything(machine, call)
@@ -331,12 +310,6 @@ def _append(machine: Machine, call: Call) -> Value:
     target.element = value if target.element is None else joined([target.element, value])
     machine.write(call.site, target, value.all_facts())
     return Value()
-
-
-def _copy(machine: Machine, call: Call) -> Value:
-    if not call.args:
-        return Value()
-    return Value(call.args[0].all_facts(), call.args[0].refs, call.args[0].items, call.args[0].fields)
 
 
 def _partial(machine: Machine, call: Call) -> Value:
@@ -383,23 +356,6 @@ def _get(machine: Machine, call: Call) -> Value:
     if target.element is not None:
         return target.element
     return Value(target.facts) if target.facts.is_data else joined(defaults)
-
-
-def _values(machine: Machine, call: Call) -> Value:
-    target = call.args[0] if call.args else Value()
-    if call.name == "items" and target.fields is not None:
-        return Value(items=[Value(items=[Value(constant=key), one]) for key, one in target.fields.items()])
-    if call.name == "keys":
-        return Value()
-    if target.fields is not None:
-        return Value(items=list(target.fields.values()))
-    return view(target)
-
-
-def _mapping(machine: Machine, call: Call) -> Value:
-    if call.args and call.args[0].fields is not None:
-        return Value(fields={**call.args[0].fields, **call.kwargs})
-    return Value(together(call.args), fields=dict(call.kwargs))
 
 
 def _load(machine: Machine, call: Call) -> Value:
@@ -489,19 +445,19 @@ def _table() -> dict[str, Callable[[Machine, Call], Value]]:
         (ops.CHOICES, _choice),
         (ops.POSITIONS, _positions),
         ({"where", "select"}, _where),
-        (ops.SAME_ITEMS, _same),
-        ({"zip"}, _zip),
-        ({"enumerate"}, _enumerate),
-        ({"range", "static_range", "tile_static_range", "arange_loop"}, _range),
-        ({"next"}, _next),
+        (ops.SAME_ITEMS, containers.of_same),
+        ({"zip"}, containers.of_zip),
+        ({"enumerate"}, containers.of_enumerate),
+        ({"range", "static_range", "tile_static_range", "arange_loop"}, containers.of_range),
+        ({"next"}, containers.of_next),
         ({"append", "extend", "insert", "add_module"}, _append),
-        ({"clone", "copy", "deepcopy"}, _copy),
+        ({"clone", "copy", "deepcopy"}, containers.of_copy),
         ({"partial"}, _partial),
         ({"getattr"}, _getattr),
         ({"exec", "eval"}, _execute),
         ({"get", "pop", "setdefault"}, _get),
-        ({"items", "values", "keys"}, _values),
-        ({"dict", "SimpleNamespace"}, _mapping),
+        ({"items", "values", "keys"}, containers.of_values),
+        ({"dict", "SimpleNamespace"}, containers.of_mapping),
         (ops.LOADS, _load),
         (ops.STORES - {"copy"}, _store),
         (ops.POINTERS, _pointer),
