@@ -185,3 +185,34 @@ def test_names_of_an_export(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert entries_of(tmp_path)["Loss"].verdict == "takes hidden states, holds all logits"
+
+
+def test_a_chunk_function_that_another_function_hands_out(tmp_path):
+    text = """\
+KNOWN = {}
+
+
+def _piece(h, w, y):
+    return F.cross_entropy(h @ w.T, y)
+
+
+def gradient_of(which):
+    known = KNOWN.get(which)
+    if known is not None:
+        return known
+    made = torch.func.grad_and_value(_piece, argnums=which)
+    KNOWN[which] = made
+    return made
+
+
+def all_pieces(x, w, y):
+    step, total = gradient_of((0, 1)), 0
+    for at in range(0, x.shape[0], 64):
+        d, value = step(x[at : at + 64], w, y[at : at + 64])
+        total = total + value
+    return total
+"""
+    found = entries_of(projects.write(tmp_path, model=TORCH + text))
+    assert found["all_pieces"].verdict == "head fused, chunked"
+    assert found["_piece"].verdict == "head fused, chunked"
+    assert any("one chunk at a time" in note for note in found["_piece"].notes)

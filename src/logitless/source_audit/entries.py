@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from logitless.source_audit.callables import Bound, Checkpointed, Closure
+from logitless.source_audit.callables import CALLABLE, Bound, Checkpointed, Closure
 from logitless.source_audit.calls import apply, call, call_ref
 from logitless.source_audit.expressions import global_value
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
@@ -323,8 +323,9 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
     """Reads all that may hold a loss, then what calls it, as long as it hands its own operands on."""
     readings: list[Reading] = []
     done: set[int] = set()
-    waiting = list(_with_seeds(program))
+    waiting, wave = list(_with_seeds(program)), 0
     while waiting:
+        wave += 1
         reached: dict[str, set[str]] = {}
         for at, candidate in enumerate(waiting):
             if progress is not None:
@@ -334,7 +335,7 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
             done.add(id(candidate.subject.node))
             for reading in read(program, candidate.subject, budget=BUDGET):
                 readings.append(reading)
-                for name in names_to_follow(reading):
+                for name in names_to_follow(reading) or (_hands_out(reading) if wave > 1 else ()):
                     reached.setdefault(name, set()).add(reading.site.path)
         for name, paths in program.aliases(reached).items():
             reached.setdefault(name, set()).update(paths)
@@ -417,6 +418,16 @@ def names_to_follow(reading: Reading) -> set[str]:
     if "." in reading.name and reading.kind == "function" and not LOSS_WORDS.search(name):
         return set()
     return {name}
+
+
+def _hands_out(reading: Reading) -> set[str]:
+    """The name of a function that gives back a function, made of a loss that it calls by no argument."""
+    result = reading.summary.result if reading.summary is not None else Value()
+    return (
+        {reading.name}
+        if reading.kind == "function" and any(isinstance(one, CALLABLE) for one in result.refs)
+        else set()
+    )
 
 
 SHORT = 3
