@@ -7,7 +7,7 @@ from logitless.source_audit.callables import Bound, Checkpointed, Closure, Parti
 from logitless.source_audit.expressions import evaluate, together
 from logitless.source_audit.machine import Machine, Scope
 from logitless.source_audit.names import Assigned, Class, Function
-from logitless.source_audit.operations import CHECKPOINTS, CUSTOM_GRADIENTS, last, makes_kernel
+from logitless.source_audit.operations import CHECKPOINTS, CUSTOM_GRADIENTS, OWN_LANGUAGES, last, makes_kernel
 from logitless.source_audit.values import Outside, Site, Value
 
 
@@ -107,6 +107,20 @@ def decorated(machine: Machine, value: Value, function: Function, scope: Scope) 
             site = Site(function.module.file.path, decorator.lineno)
             value = Value(refs=tuple(Checkpointed(ref, site) for ref in value.refs))
     return value
+
+
+def language_of(machine: Machine, function: Function) -> str:
+    """The kernel language of its own that a decorator names; empty for Python, Triton and Pallas."""
+    if function.language is None:
+        dotted = [_dotted_of(machine, _bare(one), Scope(function.module)) for one in function.decorators]
+        parts = [name.split(".") for name in dotted if last(name) in ("kernel", "jit", "prim_func")]
+        named = [OWN_LANGUAGES[part] for one in parts for part in one[:-1] if part in OWN_LANGUAGES]
+        function.language = named[0] if named else ""
+    return function.language
+
+
+def _bare(decorator: ast.expr) -> ast.expr:
+    return decorator.func if isinstance(decorator, ast.Call) else decorator
 
 
 def _dotted_of(machine: Machine, node: ast.expr, scope: Scope) -> str:

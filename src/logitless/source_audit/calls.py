@@ -1,9 +1,11 @@
 """Calls: into functions and classes of the target, which are read in turn, and to names from outside."""
 
 import ast
+from dataclasses import replace
 from typing import Any
 
-from logitless.source_audit.binding import bind, replace_kind
+from logitless.source_audit.binding import bind, language_of, replace_kind
+from logitless.source_audit.by_name import loss_by_name, product_by_name
 from logitless.source_audit.callables import (
     CALLABLE,
     Bound,
@@ -21,11 +23,10 @@ from logitless.source_audit.members import bases_of, member_of_class
 from logitless.source_audit.names import Class, Function
 from logitless.source_audit.operations import (
     HEAD_WORDS,
-    LOSS_WORDS,
-    PRODUCT_WORDS,
+    WHOLE_MODELS,
     last,
 )
-from logitless.source_audit.values import BLANK, Facts, Method, Outside, Site, Value, joined
+from logitless.source_audit.values import BLANK, NOTHING, Facts, Method, Outside, Site, Value, joined
 
 
 def call_expression(machine: Machine, node: ast.Call, scope: Scope) -> Value:
@@ -81,6 +82,8 @@ def call(
     scope: Scope,
 ) -> Value:
     """Calls whatever the value may be."""
+    if function.choices:
+        return _choose(machine, function, args, kwargs, site, scope)
     found = []
     for ref in function.refs:
         more = {**kwargs, "<path>": function} if ref == Outside("<linear>") else kwargs
@@ -96,6 +99,33 @@ def call(
     if not found:
         return _unknown(machine, function, args, kwargs, site)
     return joined(found)
+
+
+def _choose(
+    machine: Machine, function: Value, args: list[Value], kwargs: dict[str, Value], site: Site, scope: Scope
+) -> Value:
+    """One of several is called, chosen when the program runs: those in which no loss can be followed are named."""
+    results, seen, unseen = [], [], []
+    for one in function.choices:
+        before = machine.reached
+        results.append(call(machine, one, args, kwargs, site, scope))
+        (unseen if machine.reached == before else seen).append(_label(one))
+    data = [value for value in (*args, *kwargs.values()) if value.all_facts().is_data]
+    if unseen and len(data) > 1 and machine.phase == "forward":
+        text = f"an implementation is chosen at run time: in {', '.join(unseen[:4])} no loss can be followed"
+        machine.note("chosen", site, text, together(data))
+    return joined(results)
+
+
+def _label(value: Value) -> str:
+    if value.owner is not None:
+        return f"`{value.owner.full_name}`"
+    ref = value.refs[0] if value.refs else None
+    while isinstance(ref, Partial | Gradient | Launch | Checkpointed):
+        ref = ref.ref
+    ref = ref.closure if isinstance(ref, Bound) else ref
+    ref = ref.function if isinstance(ref, Closure) else ref
+    return f"`{getattr(ref, 'full_name', '') or getattr(ref, 'name', '') or 'another'}`"
 
 
 def _by_key(
@@ -189,6 +219,12 @@ def _method(
     classes = [one for one in receiver.refs if isinstance(one, Class)]
     if ref.name == "apply" and classes:
         return joined([apply(machine, one, args, kwargs, site) for one in classes])
+    through = kwargs.get("method")
+    if ref.name == "apply" and through is not None and len(args) > 1:
+        # `model.apply(variables, hidden, method="logits_from_hidden_states")`, as Flax has it.
+        name = through.constant if isinstance(through.constant, str) else through.path
+        if name and HEAD_WORDS.search(name):
+            return _named_head(machine, f"{receiver.path}.{name}".strip("."), args[1:], {}, site)
     if HEAD_WORDS.search(f"{receiver.path}.{ref.name}" if receiver.path else ref.name) and not receiver.facts.products:
         return _named_head(machine, f"{receiver.path}.{ref.name}".strip("."), args, kwargs, site)
     dotted = f"{receiver.path}.{ref.name}" if receiver.path else ref.name
@@ -211,6 +247,8 @@ def _unknown(machine: Machine, function: Value, args: list[Value], kwargs: dict[
     handed = [ref for value in args for ref in value.refs if isinstance(ref, CALLABLE)]
     if function.path and facts.is_data:
         facts = facts | Facts(frozenset({f"{function.path}()"}))
+        if WHOLE_MODELS.search(function.path):
+            facts = replace(facts, loops=NOTHING)
     return Value(facts | function.facts, tuple(handed))
 
 
@@ -331,17 +369,22 @@ def inline(
     if function in machine.calls or len(machine.calls) >= DEPTH:
         return Value(together(given))
     launch = function.kernel and not machine.kernels
+    reached = machine.reached
     applied = _by_summary(machine, closure, args, kwargs, site) if receiver is None else None
     if applied is not None:
+        if machine.reached == reached:
+            loss_by_name(machine, function, given, site)
         return applied
     scope = Scope(function.module, function, closure.scope)
     bind(machine, scope, args, kwargs, pointer_site=site if launch else None)
     key = (id(function.node), id(closure.scope), tuple(machine.loops), machine.kernel, machine.phase, _key(scope))
     if key in machine.cache:
         return machine.cache[key]
-    before = machine.writes
+    before, reached = machine.writes, machine.reached
     result = _body(machine, function, scope, site if launch else None)
-    result = _product_by_name(machine, function, given, result, site)
+    if machine.reached == reached and loss_by_name(machine, function, given, site):
+        return Value(result.all_facts(), result.refs, result.items)
+    result = product_by_name(machine, function, given, result, site)
     if machine.writes == before:
         machine.cache[key] = result
     _custom_gradient(machine, closure, args, kwargs, site)
@@ -380,6 +423,10 @@ def _body(machine: Machine, function: Function, scope: Scope, launch: Site | Non
     from logitless.source_audit.statements import execute
 
     machine.calls.append(function)
+    language = language_of(machine, function)
+    if language and machine.kernel is None:
+        text = f"kernel `{function.name}` is written in {language}, whose tensor-core products cannot be followed"
+        machine.note("own", launch or machine.site(function.node, scope), text, together(list(scope.names.values())))
     if launch is not None:
         machine.kernels.append((Site(function.module.file.path, function.node.lineno), launch))
         machine.note("launch", launch, function.name)
@@ -399,20 +446,6 @@ def _key(scope: Scope) -> tuple[Any, ...]:
         (name, value.facts, value.refs, value.constant, value.path, id(value) if value.parts() else 0)
         for name, value in scope.names.items()
     )
-
-
-def _product_by_name(machine: Machine, function: Function, given: list[Value], result: Value, site: Site) -> Value:
-    """Where a function's insides show no product but its name says so, its first two operands are multiplied."""
-    if not PRODUCT_WORDS.search(function.name) or LOSS_WORDS.search(function.name) or function.kernel:
-        return result
-    operands = [value.all_facts() for value in given if value.all_facts().is_data]
-    known = frozenset().union(*(facts.products for facts in operands)) if operands else frozenset()
-    if len(operands) < 2 or result.all_facts().products - known or operands[0].marks & {"logp"}:
-        return result
-    if result.all_facts().softmaxes:
-        return result
-    facts = machine.product(site, operands[0], operands[1], named=True)
-    return Value(facts, mark=f"@{site.path}:{site.line}")
 
 
 def _custom_gradient(

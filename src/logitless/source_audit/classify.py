@@ -4,14 +4,17 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from logitless.source_audit.answers import EntryPoint, Evidence
 from logitless.source_audit.entries import Reading, words_in
 from logitless.source_audit.operations import (
+    BACKWARD_WORDS,
     BESIDE_WORDS,
     LOGITS_WORDS,
     LOGPROB_WORDS,
     LOSS_WORDS,
     OBJECTIVE_WORDS,
 )
+from logitless.source_audit.tree import is_test
 from logitless.source_audit.values import LossEvent, Note, Product, Site
 
 LOGITS = "logits-level"
@@ -27,56 +30,12 @@ ALGORITHM_WORDS = re.compile(
     r"(?:grpo|ppo|dpo|orpo|kto|simpo|cpo|ipo|gspo|dapo|cispo|policy|surrogate|reinforce|preference)", re.IGNORECASE
 )
 DISTILLATION_WORDS = re.compile(r"(?:jsd|distill|kl_?div|teacher|cosine|tvd)", re.IGNORECASE)
+WEIGHT_WORDS = re.compile(
+    r"^(?:m?w|\w*_)?(?:w|weights?|lm_head|head|lin_weight|embedding|classifier|unembed\w*)$", re.IGNORECASE
+)
+BESIDE_LOGITS = re.compile(r"(?:bias|softcap|scale|temperature|stride|eps|smoothing|ignore|num_|size)", re.IGNORECASE)
 ORDER = (KERNEL, CHUNKED, HOLDS, LOGITS)
 """Of several paths through one entry point the first of these names it; the others are noted."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A line that a reader can open.
-
-    Attributes:
-        what: it shows: product, loop, kernel, launch, softmax, gradient, overwrite, stage or call.
-        path: of the file, from the root of the target.
-        line: counted from 1.
-        text: of the line.
-        note: in words, what there is to see.
-    """
-
-    what: str
-    path: str
-    line: int
-    text: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class EntryPoint:
-    """One answer.
-
-    Attributes:
-        name: of the function or class, with what is around it.
-        kind: function, class, autograd Function, custom_vjp or kernel.
-        family: cross-entropy, log-probability, policy, preference or distillation.
-        path: of the file, from the root of the target.
-        line: of its definition.
-        verdict: one of the seven; `delegates to X` names X.
-        evidence: the lines that show it.
-        gradient: forward, backward, or autodiff where nothing in the source computes it; empty where it cannot be seen.
-        overwrites: the gradient of the logits is written over them; None where it cannot be seen.
-        notes: other paths, arguments that are not used, what could not be followed.
-    """
-
-    name: str
-    kind: str
-    family: str
-    path: str
-    line: int
-    verdict: str
-    evidence: tuple[Evidence, ...] = ()
-    gradient: str = ""
-    overwrites: bool | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -100,6 +59,8 @@ def classify(readings: Iterable[Reading]) -> list[EntryPoint]:
         _by_logits(case)
     for case in cases:
         _by_caller(case, cases)
+    for case in cases:
+        _by_unseen(case)
     for case in cases:
         _by_stages(case, cases)
     for case in cases:
@@ -140,13 +101,9 @@ def _is_inside(case: _Case, reached: set[int]) -> bool:
     reading = case.reading
     if reading.owner and id(reading.node) in reached or is_test(reading.site.path):
         return True
+    if BACKWARD_WORDS.search(reading.name.rsplit(".", 1)[-1]):
+        return True
     return reading.kind == "kernel" and not case.logits
-
-
-def is_test(path: str) -> bool:
-    """Tests call losses; they are none."""
-    *folders, name = path.split("/")
-    return name.startswith(("test_", "conftest")) or name.endswith("_test.py") or bool({"tests", "test"} & set(folders))
 
 
 def path_of(event: LossEvent) -> str:
@@ -164,7 +121,11 @@ def _path_of_product(product: Product, event: LossEvent) -> str:
     assert event.softmax is not None
     if product.kernel is not None and event.softmax.kernel == product.kernel:
         return KERNEL
-    return CHUNKED if set(product.pieces) & set(event.softmax.loops) else HOLDS
+    around = {loop for loop in product.pieces if loop in event.softmax.loops}
+    if event.pieces is not None and event.ids:
+        # Logits whose ids are not cut with them are those of another head, or of another try: each is whole.
+        around = {loop for loop in around if loop in event.pieces or loop.kind == "checkpoint"}
+    return CHUNKED if around else HOLDS
 
 
 def _by_logits(case: _Case) -> None:
@@ -172,7 +133,10 @@ def _by_logits(case: _Case) -> None:
     case.verdict = next((path for path in ORDER if paths[path]), "")
     case.chosen = paths.get(case.verdict, [])
     for path in ORDER:
-        if paths[path] and path != case.verdict:
+        other = paths[path]
+        if case.verdict == KERNEL and all(_takes_from(event, case.chosen) for event in other):
+            continue
+        if other and path != case.verdict:
             case.notes.append(f"another path: {path} ({_where(paths[path][0])})")
 
 
@@ -191,9 +155,51 @@ def _by_caller(case: _Case, cases: list[_Case]) -> None:
         if other is case or id(case.reading.node) not in other.reading.called:
             continue
         found += [event for event in other.logits if {product.site for product in event.products} & sites]
-    if found and all(path_of(event) == CHUNKED for event in found):
+    if found and all(path_of(event) == CHUNKED and not _is_one_checkpoint(event) for event in found):
         case.verdict, case.chosen = CHUNKED, found[:2]
         case.notes.append("is given one chunk at a time: the loop is in its caller")
+
+
+def _by_unseen(case: _Case) -> None:
+    """What is chosen at run time, what goes elsewhere, and kernels in languages of their own."""
+    notes = [note for note in case.reading.notes if note.phase == "forward"]
+    if case.verdict and case.verdict != LOGITS:
+        handed = [note for note in notes if _is_handed_the_operands(note, case)]
+        for note in handed:
+            if note.kind == "outside":
+                case.notes.append(f"another path: {DELEGATES} {note.text} ({note.site})")
+        others = [note for note in handed if note.kind in ("chosen", "dynamic")]
+        case.notes += list(dict.fromkeys(f"{note.text} ({note.site})" for note in others))[:2]
+        if others and case.verdict == HOLDS:
+            case.notes.append(f"the branch that can be followed: {HOLDS} ({_where(case.chosen[0])})")
+            case.verdict = UNKNOWN
+    own = [note for note in notes if note.kind == "own"]
+    if own and case.verdict == LOGITS and _may_hide_a_head(case):
+        case.notes.append(f"{own[0].text} ({own[0].site})")
+        case.verdict, case.chosen = UNKNOWN, []
+    if case.verdict == CHUNKED and all(_is_one_checkpoint(event) for event in case.chosen):
+        case.notes.append("one checkpoint and no loop: inside it the logits of all tokens are alive at once")
+
+
+def _is_handed_the_operands(note: Note, case: _Case) -> bool:
+    """It takes both operands of the product that was seen, before that product."""
+    if note.kind not in ("chosen", "dynamic", "outside") or note.products:
+        return False
+    products = [product for event in case.chosen for product in event.products]
+    return len(note.sources) > 1 and any(note.sources & one.left and note.sources & one.right for one in products)
+
+
+def _may_hide_a_head(case: _Case) -> bool:
+    """An entry point that takes a weight, and whose logits come of that or of nothing that holds logits."""
+    weights = {name for name in case.reading.parameters if WEIGHT_WORDS.search(name)}
+    sources = {name.split(".")[0].split("[")[0] for event in case.logits for name in event.sources}
+    own = sources & set(case.reading.parameters)
+    return bool(weights) and (bool(weights & sources) or all(BESIDE_LOGITS.search(name) for name in own))
+
+
+def _is_one_checkpoint(event: LossEvent) -> bool:
+    loops = {loop.kind for product in event.products for loop in product.pieces}
+    return loops == {"checkpoint"}
 
 
 def _by_stages(case: _Case, cases: list[_Case]) -> None:
@@ -293,7 +299,8 @@ def _without_events(case: _Case) -> None:
         _delegated(case, outside)
         return
     name = reading.name.rsplit(".", 1)[-1]
-    dynamic = [note for note in reading.notes if note.kind == "dynamic"]
+    dynamic = [note for note in reading.notes if note.kind in ("dynamic", "chosen")]
+    dynamic += [note for note in reading.notes if note.kind == "own" and _crosses(note)]
     if not LOSS_WORDS.search(name) or len(reading.parameters) < 2:
         return
     if dynamic:
@@ -302,6 +309,11 @@ def _without_events(case: _Case) -> None:
     elif not reading.complete:
         case.verdict = UNKNOWN
         case.notes.append("too large to be read to its end")
+
+
+def _crosses(note: Note) -> bool:
+    """A kernel that is given several arrays."""
+    return len({name.split(".")[0].split("[")[0] for name in note.sources}) > 1
 
 
 def _delegated(case: _Case, outside: list[Note]) -> None:

@@ -3,9 +3,9 @@
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
-from logitless.source_audit.callables import Bound, Checkpointed, Closure
+from logitless.source_audit.callables import CALLABLE, Bound, Checkpointed, Closure
 from logitless.source_audit.calls import apply, call, call_ref
 from logitless.source_audit.expressions import global_value
 from logitless.source_audit.machine import Exhausted, Machine, Scope, root
@@ -13,6 +13,7 @@ from logitless.source_audit.members import bases_of, member_of_class, outside_ba
 from logitless.source_audit.names import Class, Function, Module, Program
 from logitless.source_audit.operations import LOGPROB_WORDS, LOSS_WORDS, POLICY_WORDS, may_hold_a_loss
 from logitless.source_audit.summary import Summary
+from logitless.source_audit.tree import is_test
 from logitless.source_audit.values import LossEvent, Note, Site, Value
 
 SCALARS = {"int", "float", "bool", "str"}
@@ -109,18 +110,19 @@ def is_autograd(machine: Machine, made: Class) -> bool:
 def read(program: Program, subject: Function | Class, *, budget: int, arguments: bool = False) -> list[Reading]:
     """Reads one entry point, and what it defines but does not call itself; once, unless with known arguments."""
     known = program.cache.setdefault("readings", {})
-    key = id(subject.node)
+    # What is launched as a kernel may have been read before as a plain function.
+    key = id(subject.node), isinstance(subject, Function) and subject.kernel
     if key in known and not arguments:
         return known[key]
     machine = Machine(program, budget=budget)
     machine.subject = subject
     kind, complete = "function", True
-    program.cache.setdefault("reading", set()).add(key)
+    program.cache.setdefault("reading", set()).add(id(subject.node))
     try:
         kind = _start(machine, subject, arguments)
     except (Exhausted, RecursionError):
         complete = False
-    program.cache["reading"].discard(key)
+    program.cache["reading"].discard(id(subject.node))
     first = _reading(machine, subject, kind, complete)
     first.summary = Summary(machine.roots, machine.result, first.events, first.notes, machine.called, first.site)
     first.subject = subject
@@ -321,8 +323,9 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
     """Reads all that may hold a loss, then what calls it, as long as it hands its own operands on."""
     readings: list[Reading] = []
     done: set[int] = set()
-    waiting = list(_with_seeds(program))
+    waiting, wave = list(_with_seeds(program)), 0
     while waiting:
+        wave += 1
         reached: dict[str, set[str]] = {}
         for at, candidate in enumerate(waiting):
             if progress is not None:
@@ -332,8 +335,10 @@ def read_all(program: Program, progress: Callable[[int, int], None] | None = Non
             done.add(id(candidate.subject.node))
             for reading in read(program, candidate.subject, budget=BUDGET):
                 readings.append(reading)
-                for name in names_to_follow(reading):
+                for name in names_to_follow(reading) or (_hands_out(reading) if wave > 1 else ()):
                     reached.setdefault(name, set()).add(reading.site.path)
+        for name, paths in program.aliases(reached).items():
+            reached.setdefault(name, set()).update(paths)
         waiting = [one for one in _callers(program, reached) if id(one.subject.node) not in done]
     return [_again(program, reading) for reading in readings]
 
@@ -343,6 +348,8 @@ BUDGET = 120_000
 
 def _again(program: Program, reading: Reading) -> Reading:
     """Where a parameter is called, the entry point is read again with the functions that other code hands over."""
+    if reading.kind == "function" and isinstance(reading.subject, Function) and reading.subject.kernel:
+        return read(program, reading.subject, budget=BUDGET)[0]
     called = {name for name in reading.parameters if any(f"`{name}`" in note.text for note in reading.notes)}
     if LOSS_WORDS.search(reading.name):
         called |= set(reading.parameters)
@@ -355,11 +362,37 @@ def _again(program: Program, reading: Reading) -> Reading:
 
 def _with_seeds(program: Program) -> Iterator[Candidate]:
     for path, file in program.tree.files.items():
-        if file.tree is None:
+        if file.tree is None or is_test(path):
             continue
         for candidate in candidates_of(program, program.module(path)):
-            if has_seed(candidate.words) or _is_policy(candidate.subject):
+            if has_seed(candidate.words) or _is_policy(candidate.subject) or _dispatches(candidate.subject):
                 yield candidate
+
+
+def _dispatches(subject: Function | Class) -> bool:
+    """A loss by its name that calls what it takes from a mapping, or from `getattr`."""
+    if isinstance(subject, Class) or not LOSS_WORDS.search(subject.name) or len(subject.parameters) < 2:
+        return False
+    taken = set()
+    for node in ast.walk(subject.node):
+        if isinstance(node, ast.Call) and _takes_from_a_mapping(node.func):
+            return True
+        if isinstance(node, ast.Assign) and _takes_from_a_mapping(node.value):
+            taken |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    called = {node.func.id for node in ast.walk(subject.node) if isinstance(node, ast.Call) and _is_name(node.func)}
+    return bool(taken & called)
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _takes_from_a_mapping(node: ast.expr) -> bool:
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Name | ast.Attribute)
+    if not isinstance(node, ast.Call):
+        return False
+    return isinstance(node.func, ast.Name) and node.func.id == "getattr" or getattr(node.func, "attr", "") == "get"
 
 
 def _is_policy(subject: Function | Class) -> bool:
@@ -378,7 +411,7 @@ def names_to_follow(reading: Reading) -> set[str]:
         for event in reading.events
         for source in (event.sources | frozenset().union(*(p.left | p.right for p in event.products)))
     )
-    outside = any(note.kind in ("outside", "normaliser") for note in reading.notes)
+    outside = any(note.kind in ("outside", "normaliser", "own") for note in reading.notes)
     if not (linked or outside):
         return set()
     name = reading.name.rsplit(".", 1)[-1]
@@ -387,7 +420,17 @@ def names_to_follow(reading: Reading) -> set[str]:
     return {name}
 
 
-SHORT = 4
+def _hands_out(reading: Reading) -> set[str]:
+    """The name of a function that gives back a function, made of a loss that it calls by no argument."""
+    result = reading.summary.result if reading.summary is not None else Value()
+    return (
+        {reading.name}
+        if reading.kind == "function" and any(isinstance(one, CALLABLE) for one in result.refs)
+        else set()
+    )
+
+
+SHORT = 3
 """A name of fewer letters may mean anything elsewhere: only its own file is searched for it."""
 
 
@@ -396,6 +439,8 @@ def _callers(program: Program, names: dict[str, set[str]]) -> Iterator[Candidate
         return
     for module in program.modules_with(names):
         path = module.file.path
+        if is_test(path):
+            continue
         wanted = {name for name, paths in names.items() if len(name) >= SHORT or path in paths}
         for candidate in candidates_of(program, module):
             own = candidate.subject.name

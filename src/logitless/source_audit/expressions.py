@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit.callables import Closure
@@ -68,8 +69,19 @@ def value_of_binding(machine: Machine, binding: Any, name: str) -> Value:
         value = evaluate(fresh, binding.node, Scope(binding.module))
         if binding.at is not None and value.items is not None and binding.at < len(value.items):
             value = value.items[binding.at]
+        elif binding.name in binding.module.entries:
+            value = _with_entries(fresh, value, binding)
         return value if not value.facts.is_data or value.refs or value.fields else Value(value.facts, path=name)
     return Value(refs=(binding,))
+
+
+def _with_entries(machine: Machine, value: Value, binding: Assigned) -> Value:
+    """A mapping, with what other statements of its module put into it."""
+    fields, scope = dict(value.fields or {}), Scope(binding.module)
+    for at, (key, one) in enumerate(binding.module.entries[binding.name]):
+        named = key.value if isinstance(key, ast.Constant) else f"<{at}>"
+        fields.setdefault(str(named), evaluate(machine, one, scope))
+    return Value(value.facts, value.refs, fields=fields, element=value.element)
 
 
 def _attribute(machine: Machine, node: ast.Attribute, scope: Scope) -> Value:
@@ -118,7 +130,11 @@ def _sum(machine: Machine, site: Any, left: Value, right: Value) -> Value:
         return Value(facts, base.refs, bases=(base,), path=base.path)
     left_facts, right_facts = left.all_facts(), right.all_facts()
     either = left_facts | right_facts
-    kept = {"iota"} & either.marks if not either.is_data else set()
+    sized = not either.is_data or machine.kernel is not None and "loaded" not in either.marks
+    kept = {"iota"} & either.marks if sized else set()
+    if 1 in (left.constant, right.constant):
+        # log(1 + exp(x)) is a softplus, no log-sum-exp.
+        either = replace(either, softmaxes=frozenset(one for one in either.softmaxes if one.kind != "exp"))
     return array(site, machine.settle(site, plain(either).marked(*kept) if kept else plain(either)))
 
 
@@ -277,6 +293,8 @@ def _piece(value: Value, loop: Loop | None) -> Value:
         return value
     made = Value(value.facts | Facts(loops=frozenset({loop})), value.refs, bases=(value,), owner=value.owner)
     made.fields = value.fields
+    if value.fields and value.owner is None:
+        made.fields = {name: _piece(one, loop) for name, one in value.fields.items()}
     if value.items is not None:
         made.items = [_piece(one, loop) for one in value.items]
     made.path = value.path

@@ -1,6 +1,7 @@
 """Indexing: what picks columns or rows by ids, and what only cuts pieces."""
 
 import ast
+from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit.callables import CALLABLE
@@ -19,6 +20,9 @@ def subscript(machine: Machine, node: ast.Subscript, scope: Scope) -> Value:
         found = _entry(value, key)
         if found is not None:
             return found
+        if isinstance(key, str) and value.facts.loops and not value.parts() and value.owner is None:
+            # An entry of one of several batches is whole: nobody cut it.
+            value = Value(replace(value.facts, loops=NOTHING), value.refs, bases=(value,))
     if isinstance(index, ast.Slice) and value.items is not None:
         evaluate(machine, index, scope)
         return Value(value.facts, items=_sliced(value.items, index), element=value.element)
@@ -54,18 +58,41 @@ def _sliced(items: list[Value], index: ast.Slice) -> list[Value]:
 def _indexed(machine: Machine, node: ast.Subscript, value: Value, scope: Scope) -> Value:
     if value.fields and not value.facts.is_data:
         evaluate(machine, node.slice, scope)
-        return joined(value.fields.values())
+        return chosen(list(value.fields.values()))
+    if value.fields is not None and not value.facts.is_data and value.element is None:
+        evaluate(machine, node.slice, scope)
+        return Value(value.facts, value.refs, path=ast.unparse(node)[:60])
     if value.items is not None:
-        evaluate(machine, node.slice, scope)
-        return joined(value.items)
+        return _cut(joined(value.items), evaluate(machine, node.slice, scope))
     if value.element is not None:
-        evaluate(machine, node.slice, scope)
-        return value.element
+        return _cut(value.element, evaluate(machine, node.slice, scope))
     ids, loops = _index(machine, node.slice, scope)
     facts = value.facts | Facts(loops=loops)
+    if not any(isinstance(part, ast.Constant) and part.value is None for part in ast.walk(node.slice)):
+        # `ref[...]` is what a reference holds; `pointers[:, None]` are pointers still.
+        facts = facts.unmarked("ptr")
     if ids.is_data:
         facts = machine.pick(machine.site(node, scope), facts, ids)
     return Value(facts, value.refs, bases=(value,))
+
+
+def chosen(values: list[Value]) -> Value:
+    """One of several values, chosen when the program runs."""
+    value = joined(values)
+    callable_ones = tuple(one for one in values if one.refs or one.owner is not None)
+    if len(callable_ones) > 1 and value.kind != "star":
+        value.choices = callable_ones
+    return value
+
+
+def _cut(value: Value, index: Value) -> Value:
+    """An element at an index that may count the rounds of a loop."""
+    loops = index.all_facts().loops
+    if not loops or not value.facts.is_data:
+        return value
+    made = Value(value.facts | Facts(loops=loops), value.refs, value.items, value.fields, (value,), owner=value.owner)
+    made.element, made.kind, made.path = value.element, value.kind, value.path
+    return made
 
 
 def _index(machine: Machine, node: ast.expr, scope: Scope) -> tuple[Facts, frozenset[Loop]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from logitless.source_audit.names import Function, Module, Program
-from logitless.source_audit.operations import ADVANTAGE_WORDS, LOGPROB_WORDS
+from logitless.source_audit.operations import ADVANTAGE_WORDS, LOGPROB_WORDS, PLACE_WORDS
 from logitless.source_audit.values import (
     BLANK,
     NOTHING,
@@ -85,6 +85,7 @@ class Machine:
     result: Value = field(default_factory=Value)
     steps: int = 0
     writes: int = 0
+    reached: int = 0
 
     def step(self) -> None:
         self.steps += 1
@@ -168,7 +169,7 @@ class Machine:
 
     def pick(self, site: Site, facts: Facts, ids: Facts) -> Facts:
         """Columns or rows chosen by ids."""
-        if "choice" in ids.marks or not ids.is_data or not facts.is_data:
+        if "choice" in ids.marks or not ids.is_data or not facts.is_data or _named_all(ids.sources, PLACE_WORDS):
             return facts
         key = ("pick", site, facts.products)
         made = self.seen.get(key)
@@ -196,7 +197,16 @@ class Machine:
                         self.event("log-probability", site, softmax, pick.ids)
         return found
 
-    def event(self, kind: str, site: Site, softmax: Softmax, ids: frozenset[str], by: str = "") -> None:
+    def event(
+        self,
+        kind: str,
+        site: Site,
+        softmax: Softmax,
+        ids: frozenset[str],
+        by: str = "",
+        pieces: frozenset[Loop] | None = None,
+    ) -> None:
+        """Logits became a loss or log-probabilities."""
         calls = tuple(function.full_name for function in self.calls)
         self.add_event(
             LossEvent(
@@ -211,11 +221,13 @@ class Machine:
                 calls,
                 self.phase,
                 by,
+                pieces,
             )
         )
 
     def add_event(self, event: LossEvent) -> None:
         """Keeps an event, unless the same logits were seen to become the same thing before."""
+        self.reached += 1
         where = event.loops if event.softmax is None else (event.softmax.site, event.softmax.loops)
         key = ("event", event.kind, where, event.products, event.kernel, event.phase, not event.sources)
         if key not in self.seen:
@@ -234,7 +246,8 @@ class Machine:
         for softmax in done.softmaxes:
             taken = [old for old in logits.softmaxes if old.kind == "log_softmax"] or [softmax]
             for one in taken:
-                self.event("distillation" if targets.softmaxes else "cross-entropy", site, one, targets.sources, by)
+                kind = "distillation" if targets.softmaxes else "cross-entropy"
+                self.event(kind, site, one, targets.sources, by, targets.loops)
         return replace(done, picks=NOTHING, loops=either.loops, sources=either.sources).marked("logp")
 
     def divergence(self, site: Site, left: Facts, right: Facts, by: str) -> Facts:
@@ -246,8 +259,8 @@ class Machine:
             if "log_softmax" in (a.kind, b.kind) and not _same_origin(a, b)
         ]
         for a, b in pairs:
-            both = replace(a, products=a.products | b.products, sources=a.sources | b.sources)
-            self.event("distillation", site, both, NOTHING, by)
+            for one in (a, b) if bool(a.products) != bool(b.products) else (_both(a, b),):
+                self.event("distillation", site, one, NOTHING, by)
         if not pairs and by:
             for one in left.softmaxes | right.softmaxes:
                 if one.kind == "log_softmax":
@@ -323,6 +336,14 @@ def plain(facts: Facts) -> Facts:
 
 def _named(sources: frozenset[str], words: Any) -> bool:
     return any(words.search(source) for source in sources)
+
+
+def _named_all(sources: frozenset[str], words: Any) -> bool:
+    return all(words.search(source) for source in sources)
+
+
+def _both(left: Softmax, right: Softmax) -> Softmax:
+    return replace(left, products=left.products | right.products, sources=left.sources | right.sources)
 
 
 def _same_origin(left: Softmax, right: Softmax) -> bool:

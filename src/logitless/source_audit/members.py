@@ -1,6 +1,7 @@
 """Attributes: of arrays, instances, classes and modules, through base classes and what methods assign."""
 
 import ast
+from dataclasses import replace
 from typing import Any
 
 from logitless.source_audit.callables import Bound, Closure, Super
@@ -8,11 +9,13 @@ from logitless.source_audit.expressions import evaluate, value_of_binding
 from logitless.source_audit.machine import Machine, Scope, root, view
 from logitless.source_audit.names import Assigned, Class, Function, Module
 from logitless.source_audit.operations import SIZES, VIEWS
-from logitless.source_audit.values import BLANK, Method, Outside, Value, joined
+from logitless.source_audit.values import BLANK, NOTHING, Method, Outside, Value, joined
 
 
 def attribute_of(machine: Machine, value: Value, name: str) -> Value:
     """`value.name`."""
+    if value.choices:
+        return _of_choices(machine, value, name)
     if value.fields is not None and name in value.fields:
         return value.fields[name]
     found = [one for ref in value.refs for one in _attribute_of_ref(machine, value, ref, name)]
@@ -25,15 +28,27 @@ def attribute_of(machine: Machine, value: Value, name: str) -> Value:
     if name in SIZES:
         return Value(kind="size", constant=None)
     method = Method(name, value)
-    if value.path and not (name in VIEWS or name == "weight"):
+    # The weight of a module is an array of its own; `lm_head.weight` of what is an array already is that array.
+    of_a_module = not value.facts.is_data and (value.owner is not None or name == "weight")
+    if value.path and (of_a_module or not (name in VIEWS or name == "weight")):
         path = f"{value.path}.{name}"
         made = root(path)
-        return Value(made.facts if value.facts.is_data else BLANK, (method,), path=path, mark=made.mark)
+        known = value.facts.is_data or name == "weight"
+        return Value(made.facts if known else BLANK, (method,), path=path, mark=made.mark)
     if name in VIEWS or name == "weight":
         seen = view(value)
         seen.refs, seen.path = (method,), value.path
         return seen
-    return Value(value.all_facts(), (method,), bases=(value,))
+    # An attribute of one of several batches is whole: nobody cut it.
+    return Value(replace(value.all_facts(), loops=NOTHING), (method,), bases=(value,))
+
+
+def _of_choices(machine: Machine, value: Value, name: str) -> Value:
+    several = [attribute_of(machine, one, name) for one in value.choices]
+    made = joined(several)
+    if len(several) > 1 and made not in several:
+        made.choices = tuple(one for one in several if one.refs or one.owner is not None)
+    return made
 
 
 def _attribute_of_ref(machine: Machine, value: Value, ref: Any, name: str) -> list[Value]:
@@ -116,15 +131,27 @@ def _assigned_in_methods(machine: Machine, value: Value, name: str) -> Value | N
         value.fields = {}
     for one in bases_of(machine, value.owner):
         for method in (one.methods.get("__init__"), one.methods.get("setup"), one.methods.get("__post_init__")):
-            if method is None or isinstance(method.node, ast.Lambda):
-                continue
-            for node in ast.walk(method.node):
-                if isinstance(node, ast.Assign) and any(_is_own(target, name) for target in node.targets):
-                    return _own_attribute(machine, value, name, node.value, method)
+            nodes = [] if method is None else _assignments_to_self(machine, method).get(name, [])
+            if method is not None and nodes:
+                return _own_attribute(machine, value, name, nodes, method)
     return None
 
 
-def _own_attribute(machine: Machine, value: Value, name: str, node: ast.expr, method: Function) -> Value:
+def _assignments_to_self(machine: Machine, method: Function) -> dict[str, list[ast.expr]]:
+    """What a method assigns to each attribute of its instance."""
+    key = ("assigned", id(method.node))
+    if key not in machine.program.cache:
+        found: dict[str, list[ast.expr]] = {}
+        for node in ast.walk(method.node):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self":
+                        found.setdefault(target.attr, []).append(node.value)
+        machine.program.cache[key] = found
+    return machine.program.cache[key]
+
+
+def _own_attribute(machine: Machine, value: Value, name: str, nodes: list[ast.expr], method: Function) -> Value:
     path = f"{value.path or 'self'}.{name}"
     assert value.fields is not None
     value.fields[name] = root(path)
@@ -132,17 +159,16 @@ def _own_attribute(machine: Machine, value: Value, name: str, node: ast.expr, me
     scope.names = {argument.arg: root(f"{value.path or 'self'}.{argument.arg}") for argument in method.parameters}
     scope.names["self"] = value
     try:
-        made = evaluate(Machine(machine.program, budget=1500), node, scope)
+        several = [evaluate(Machine(machine.program, budget=1500), node, scope) for node in nodes[:4]]
     except RecursionError:
         return value.fields[name]
+    callable_ones = [one for one in several if one.refs or one.owner is not None]
+    made = joined(callable_ones) if len(callable_ones) > 1 else callable_ones[0] if callable_ones else several[0]
     if made.refs or made.owner is not None or made.fields or made.items:
         value.fields[name] = Value(
             made.facts, made.refs, made.items, made.fields, (), None, path, made.owner, made.element
         )
-    elif isinstance(node, ast.Constant):
+        value.fields[name].choices = made.choices
+    elif isinstance(nodes[0], ast.Constant):
         value.fields[name] = Value()
     return value.fields[name]
-
-
-def _is_own(target: ast.expr, name: str) -> bool:
-    return isinstance(target, ast.Attribute) and target.attr == name and getattr(target.value, "id", "") == "self"

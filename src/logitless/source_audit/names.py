@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from logitless.source_audit.tree import SourceFile, SourceTree
+from logitless.source_audit.tree import SourceFile, SourceTree, is_test
 from logitless.source_audit.values import Outside
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -20,12 +20,14 @@ class Module:
         scope: each name, with everything that the top level may bind it to, in order.
         stars: modules whose names are imported whole.
         rules: by function, the call that gives it a custom VJP.
+        entries: by mapping, the keys and values that are put into it after it was made.
     """
 
     file: SourceFile
     scope: "dict[str, list[Any]]" = field(default_factory=dict)
     stars: list["Imported"] = field(default_factory=list)
     rules: dict[str, ast.Call] = field(default_factory=dict)
+    entries: "dict[str, list[tuple[ast.expr, ast.expr]]]" = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -41,6 +43,7 @@ class Function:
         kernel: a decorator or a call made a kernel of it.
         custom: a decorator gives it gradients of its own.
         gradients: the forward and backward functions of a custom VJP, as values.
+        language: that its kernel is written in, where it is one of its own; None where that was not asked.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Function:
     kernel: bool = False
     custom: bool = False
     gradients: "list[Any]" = field(default_factory=list)
+    language: str | None = None
 
     @property
     def parameters(self) -> list[ast.arg]:
@@ -98,6 +102,7 @@ class Assigned:
     node: ast.expr
     module: Module
     at: int | None = None
+    name: str = ""
 
 
 def _last(node: ast.expr) -> str:
@@ -168,7 +173,9 @@ class Program:
                 _bind_rule(module, statement.value)
             else:
                 for name, node, at in _assignments(statement):
-                    module.scope.setdefault(name, []).append(Assigned(node, module, at))
+                    module.scope.setdefault(name, []).append(Assigned(node, module, at, name))
+                if isinstance(statement, ast.Assign):
+                    _bind_entries(module, statement)
 
     def lookup(self, module: Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> list[Any]:
         """What a name of a module's top level may be: functions, classes, modules, assignments, outside names."""
@@ -242,12 +249,45 @@ class Program:
                 best = candidate
         return self.module(best) if best is not None else None
 
+    def aliases(self, names: Iterable[str]) -> dict[str, set[str]]:
+        """Other names that these go by: of imports, and of what a top level makes of them."""
+        wanted = frozenset(names)
+        found: dict[str, set[str]] = {}
+        for path, file in self.tree.files.items():
+            if not file.words & wanted or is_test(path):
+                continue
+            for name, words in self._made_of(path):
+                if name not in wanted and words & wanted:
+                    found.setdefault(name, set()).add(path)
+        return found
+
+    def _made_of(self, path: str) -> list[tuple[str, frozenset[str]]]:
+        key = ("made of", path)
+        if key not in self.cache:
+            module = self.module(path)
+            rows = [(name, _mentioned(one)) for name, bindings in module.scope.items() for one in bindings]
+            rows += [(name, _words(value)) for name, put in module.entries.items() for _, value in put]
+            self.cache[key] = [(name, words) for name, words in rows if words]
+        return self.cache[key]
+
     def modules_with(self, words: Iterable[str]) -> Iterator[Module]:
         """Modules whose text holds any of these words."""
         wanted = frozenset(words)
         for path, file in self.tree.files.items():
             if file.words & wanted:
                 yield self.module(path)
+
+
+def _mentioned(binding: Any) -> frozenset[str]:
+    """Names that a binding goes by somewhere else, or is made of."""
+    if isinstance(binding, Imported):
+        return frozenset({binding.name} if binding.name else ())
+    return _words(binding.node) if isinstance(binding, Assigned) else frozenset()
+
+
+def _words(node: ast.expr) -> frozenset[str]:
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+    return frozenset(part.id if isinstance(part, ast.Name) else part.attr for part in parts)
 
 
 _STANDARD = {"torch", "jax", "numpy", "triton", "math", "functools", "typing", "types", "operator", "copy", "logging"}
@@ -284,6 +324,13 @@ def _bind_rule(module: Module, node: ast.expr) -> None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "defvjp":
         if isinstance(node.func.value, ast.Name):
             module.rules[node.func.value.id] = node
+
+
+def _bind_entries(module: Module, statement: ast.Assign) -> None:
+    """`MAPPING[key] = value`."""
+    for target in statement.targets:
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+            module.entries.setdefault(target.value.id, []).append((target.slice, statement.value))
 
 
 def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr, int | None]]:

@@ -15,8 +15,12 @@ PRODUCTS_IN_PLACE = {"addmm_", "baddbmm_", "addbmm_"}
 PRODUCT_WORDS = re.compile(r"(?:^|_)(?:gemm|matmul|mm|linear)(?:_|\d|$)", re.IGNORECASE)
 """Functions of the target whose insides say nothing: with two operands and logits behind, their name is believed."""
 
+CROSS_ENTROPY_WORDS = re.compile(r"^(?!.*(?:linear|head|hidden)).*(?:cross_?entropy|softmax_xent)", re.IGNORECASE)
+"""Functions of the target whose insides show no loss: with a product's logits and ids, their name is believed."""
+
 HEAD_WORDS = re.compile(
-    r"(?:^|[._])(?:lm_?head|head|unembed\w*|embed_out|output_layer|output_projection|attend|decode|as_linear)$"
+    r"(?:^|[._])(?:lm_?head|head|unembed\w*|embed_out|output_layer|output_projection|attend|as_linear"
+    r"|compute_(?:\w+_)?logits|logits_from_hidden\w*|hidden_to_logits)$|embed\w*\.decode$"
 )
 """A module that is called: with hidden states in and logits out, its name is believed."""
 
@@ -68,6 +72,15 @@ FRESH = {
 }
 """What gives sizes, positions or memory: nothing of the numbers of its arguments."""
 
+PLACE_WORDS = re.compile(
+    r"(?:seq_?len|_lens?\b|^lens?\b|offset|indptr|chunk_ind|block_(?:ind|table)|page|slot_map|position|pos_ids)",
+    re.IGNORECASE,
+)
+"""What says where something lies: an index by these alone chooses no class."""
+
+WHOLE_MODELS = re.compile(r"(?:^|[._])(?:\w*model|backbone|network|net|policy|actor|transformer|encoder|decoder)$")
+"""What they make of one batch of several is no piece of one array."""
+
 SIZES = {
     *("shape", "device", "dtype", "ndim", "size", "is_cuda", "requires_grad", "type", "layout", "itemsize", "nbytes"),
     *("sharding", "weak_type", "is_contiguous", "element_ty", "in_features", "out_features", "vocab_size", "training"),
@@ -86,6 +99,9 @@ COUNTED_LOOPS = {"fori_loop"}
 OPEN_LOOPS = {"while_loop"}
 CHECKPOINTS = {"checkpoint", "remat", "checkpoint_sequential", "CheckpointFunction", "checkpoint_wrapper"}
 GRADIENTS = {"grad", "value_and_grad", "grad_and_value", "vjp", "filter_value_and_grad", "filter_grad", "linearize"}
+OWN_LANGUAGES = {"cute": "CuTe", "cutlass": "CuTe", "ct": "cuTile", "tile": "cuTile", "tilelang": "TileLang"}
+"""Kernel languages whose copies between memories are not followed."""
+
 KERNEL_MAKERS = {
     "jit": ("triton",),
     "kernel": ("cute", "helion", "ct", "cutile", "tile"),
@@ -113,6 +129,9 @@ BESIDE_WORDS = re.compile(
     r"(?:metric|stat|advantage|reward|mask|backward|bwd|rollout_corr|clipping|penalty|log_)", re.IGNORECASE
 )
 """What is computed beside a loss, of log-probs too."""
+
+BACKWARD_WORDS = re.compile(r"(?<!forward)(?<!and)(?:^|_)(?:bwd|backward)(?:_|$)|(?<=[a-z])Backward$")
+"""Functions that are a part of a gradient."""
 
 LOGPROB_WORDS = re.compile(r"(?:log_?probs?|log_?ps?|logprobs?)(?:_|$|\d)", re.IGNORECASE)
 ADVANTAGE_WORDS = re.compile(r"(?:advantage|(?:^|_)adv|reward|return|chosen|rejected|delta|coef)", re.IGNORECASE)

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from logitless.source_audit import containers
 from logitless.source_audit import operations as ops
-from logitless.source_audit.callables import CALLABLE, Call, Gradient, Launch, Partial
+from logitless.source_audit.callables import CALLABLE, Call, Closure, Gradient, Launch, Partial
 from logitless.source_audit.expressions import element_of, together
+from logitless.source_audit.indexing import chosen
 from logitless.source_audit.machine import Machine, plain, root, view
 from logitless.source_audit.members import attribute_of
 from logitless.source_audit.transforms import LOOPS, call_function, wrap
@@ -21,6 +23,9 @@ def outside_call(machine: Machine, call: Call) -> Value:
     """The value of a call whose insides are not in the target."""
     if call.dotted == LINEAR.name:
         return _linear_layer(machine, call)
+    registered = _registered(machine, call)
+    if registered:
+        return call_function(machine, registered, call.args, call.kwargs, call)
     handler = HANDLERS.get(call.name)
     if handler is not None and not (call.method and call.name in NOT_METHODS):
         return handler(machine, call)
@@ -35,6 +40,16 @@ def outside_call(machine: Machine, call: Call) -> Value:
             return Value(refs=tuple(functions))
         return wrap(machine, call, functions)
     return _anything(machine, call)
+
+
+def _registered(machine: Machine, call: Call) -> list[Any]:
+    """`torch.ops.space.name(...)`: what the target registers under `space::name`."""
+    from logitless.source_audit.calls import registry
+
+    parts = call.dotted.removesuffix(".default").split(".")
+    if len(parts) != 4 or parts[:2] != ["torch", "ops"]:
+        return []
+    return [Closure(one, None) for one in registry(machine).get("::".join(parts[2:]), [])]
 
 
 def mark_kernels(refs: list[Any]) -> None:
@@ -53,6 +68,10 @@ def _anything(machine: Machine, call: Call) -> Value:
             note = Note("outside", call.site, machine.phase, call.dotted, facts.products, facts.sources)
             machine.notes.setdefault(note)
             return Value(facts.marked("logp"))
+    if call.method and ops.LOSS_WORDS.search(call.name) and not call.args[0].facts.is_data:
+        given = together(call.everything()[1:])
+        if given.is_data and machine.phase == "forward":
+            machine.note("dynamic", call.site, f"calls `{call.name}` of something that is not in this tree", given)
     out = call.kwargs.get("out")
     if out is not None:
         machine.write(call.site, out, facts)
@@ -77,6 +96,10 @@ def _operands(call: Call, start: int = 0) -> list[Value]:
 def _product(machine: Machine, call: Call) -> Value:
     start = ops.PRODUCTS[call.name]
     everything = [one for one in _operands(call) if not isinstance(one.constant, str)]
+    outputs: list[Value] = []
+    if call.method and everything and _is_no_array(everything[0]):
+        everything = everything[1:]
+        outputs = [one for value in (*call.args[3:], *call.kwargs.values()) for one in (value, *value.parts())]
     operands = everything[start : start + 2]
     if call.name == "einsum" and len(operands) == 2 and call.method:
         operands = everything[-2:]
@@ -85,12 +108,20 @@ def _product(machine: Machine, call: Call) -> Value:
     facts = machine.product(call.site, operands[0].all_facts(), operands[1].all_facts())
     rest = together([*everything[:start], *everything[start + 2 :]])
     facts = facts | replace(rest, picks=NOTHING, softmaxes=NOTHING)
+    for one in outputs:
+        if one.marks() and not one.facts.is_data:
+            machine.write(call.site, one, facts)
     out = call.kwargs.get("out")
     if out is not None:
         machine.write(call.site, out, facts)
         out.facts = out.facts | facts
         return out
     return Value(facts, mark=f"@{call.site.path}:{call.site.line}")
+
+
+def _is_no_array(value: Value) -> bool:
+    """A function or class of the target whose method is called, as `epilogue.gemm(a, b, out)`."""
+    return bool(value.refs) and not value.facts.is_data and any(isinstance(ref, CALLABLE) for ref in value.refs)
 
 
 def _product_in_place(machine: Machine, call: Call) -> Value:
@@ -126,6 +157,9 @@ def _exponential(machine: Machine, call: Call) -> Value:
 
 
 def _logarithm(machine: Machine, call: Call) -> Value:
+    if call.name == "log1p":
+        # log(1 + exp(x)) is a softplus, no log-sum-exp.
+        return Value(_first(call).all_facts(), mark=f"@{call.site.path}:{call.site.line}")
     return Value(machine.logarithm(call.site, _first(call).all_facts()), mark=f"@{call.site.path}:{call.site.line}")
 
 
@@ -217,6 +251,9 @@ def _positions(machine: Machine, call: Call) -> Value:
 
 
 def _fresh(machine: Machine, call: Call) -> Value:
+    if call.name.startswith(("full", "ones")):
+        # What is filled to be padded, or counted up, is no memory for logits.
+        return Value()
     mark = f"@{call.site.path}:{call.site.line}"
     return Value(Facts(marks=frozenset({mark})), mark=mark)
 
@@ -264,28 +301,6 @@ def _view(machine: Machine, call: Call) -> Value:
     return made
 
 
-def _same(machine: Machine, call: Call) -> Value:
-    return call.args[0] if call.args else Value(items=[])
-
-
-def _zip(machine: Machine, call: Call) -> Value:
-    if any(one.kind == "star" for one in call.args):
-        return Value(together(call.args))
-    return Value(items=list(call.args), kind="zip")
-
-
-def _enumerate(machine: Machine, call: Call) -> Value:
-    return Value(items=call.args[:1], kind="enumerate")
-
-
-def _range(machine: Machine, call: Call) -> Value:
-    return Value(Facts(loops=together(call.args).loops), kind="range")
-
-
-def _next(machine: Machine, call: Call) -> Value:
-    return element_of(call.args[0], None) if call.args else Value()
-
-
 def _append(machine: Machine, call: Call) -> Value:
     if len(call.args) < 2 or not call.method:
         return _anything(machine, call)
@@ -295,12 +310,6 @@ def _append(machine: Machine, call: Call) -> Value:
     target.element = value if target.element is None else joined([target.element, value])
     machine.write(call.site, target, value.all_facts())
     return Value()
-
-
-def _copy(machine: Machine, call: Call) -> Value:
-    if not call.args:
-        return Value()
-    return Value(call.args[0].all_facts(), call.args[0].refs, call.args[0].items, call.args[0].fields)
 
 
 def _partial(machine: Machine, call: Call) -> Value:
@@ -339,29 +348,14 @@ def _get(machine: Machine, call: Call) -> Value:
             return joined([found, *defaults])
         held = [] if isinstance(key, str) else list(target.fields.values())
         element = [target.element] if target.element is not None else []
-        return joined([*held, *element, *defaults])
+        if not (held or element) and not target.facts.is_data and not defaults:
+            return Value(path=f"{call.dotted}(...)")
+        return chosen([*held, *element, *defaults])
     if target.path and isinstance(key, str):
         return root(f"{target.path}[{key!r}]")
     if target.element is not None:
         return target.element
     return Value(target.facts) if target.facts.is_data else joined(defaults)
-
-
-def _values(machine: Machine, call: Call) -> Value:
-    target = call.args[0] if call.args else Value()
-    if call.name == "items" and target.fields is not None:
-        return Value(items=[Value(items=[Value(constant=key), one]) for key, one in target.fields.items()])
-    if call.name == "keys":
-        return Value()
-    if target.fields is not None:
-        return Value(items=list(target.fields.values()))
-    return view(target)
-
-
-def _mapping(machine: Machine, call: Call) -> Value:
-    if call.args and call.args[0].fields is not None:
-        return Value(fields={**call.args[0].fields, **call.kwargs})
-    return Value(together(call.args), fields=dict(call.kwargs))
 
 
 def _load(machine: Machine, call: Call) -> Value:
@@ -451,19 +445,19 @@ def _table() -> dict[str, Callable[[Machine, Call], Value]]:
         (ops.CHOICES, _choice),
         (ops.POSITIONS, _positions),
         ({"where", "select"}, _where),
-        (ops.SAME_ITEMS, _same),
-        ({"zip"}, _zip),
-        ({"enumerate"}, _enumerate),
-        ({"range", "static_range", "tile_static_range", "arange_loop"}, _range),
-        ({"next"}, _next),
+        (ops.SAME_ITEMS, containers.of_same),
+        ({"zip"}, containers.of_zip),
+        ({"enumerate"}, containers.of_enumerate),
+        ({"range", "static_range", "tile_static_range", "arange_loop"}, containers.of_range),
+        ({"next"}, containers.of_next),
         ({"append", "extend", "insert", "add_module"}, _append),
-        ({"clone", "copy", "deepcopy"}, _copy),
+        ({"clone", "copy", "deepcopy"}, containers.of_copy),
         ({"partial"}, _partial),
         ({"getattr"}, _getattr),
         ({"exec", "eval"}, _execute),
         ({"get", "pop", "setdefault"}, _get),
-        ({"items", "values", "keys"}, _values),
-        ({"dict", "SimpleNamespace"}, _mapping),
+        ({"items", "values", "keys"}, containers.of_values),
+        ({"dict", "SimpleNamespace"}, containers.of_mapping),
         (ops.LOADS, _load),
         (ops.STORES - {"copy"}, _store),
         (ops.POINTERS, _pointer),

@@ -23,14 +23,22 @@ def execute(machine: Machine, body: list[ast.stmt], scope: Scope) -> bool:
 
 def _function(machine: Machine, node: Any, scope: Scope) -> bool:
     from logitless.source_audit.binding import decorated
+    from logitless.source_audit.calls import call
 
     around = scope.function.full_name if scope.function is not None else ""
     function = machine.program.function(node, scope.module, around)
     value = decorated(machine, Value(refs=(Closure(function, scope),)), function, scope)
     scope.set(node.name, value)
-    if len(machine.calls) == 1:
+    if any(isinstance(one, ast.Call) and _is_when(one.func) for one in node.decorator_list):
+        # `@pl.when(condition)` runs the function where it stands.
+        call(machine, value, [], {}, machine.site(node, scope), scope)
+    elif len(machine.calls) == 1:
         machine.made.append((value, scope))
     return False
+
+
+def _is_when(node: ast.expr) -> bool:
+    return node.id == "when" if isinstance(node, ast.Name) else isinstance(node, ast.Attribute) and node.attr == "when"
 
 
 def _class(machine: Machine, node: ast.ClassDef, scope: Scope) -> bool:

@@ -212,8 +212,10 @@ def _event(machine: Machine, change: Substitution, old: LossEvent) -> None:
     ids = change.sources(old.ids)
     if softmax is None or old.ids and not ids:
         return
+    pieces = None if old.pieces is None else old.pieces | change.loops(old.ids)
     made = replace(
         old,
+        pieces=pieces,
         products=softmax.products,
         sources=softmax.sources,
         softmax=softmax,

@@ -157,6 +157,7 @@ class Value:
         element: of a list that is appended to or of a comprehension, any of its elements.
         kind: zip, enumerate or range, of what is iterated over.
         mark: of the array that it is, where it is no view.
+        choices: values of which the program takes one when it runs, where each is read for itself.
     """
 
     facts: Facts = BLANK
@@ -170,6 +171,7 @@ class Value:
     element: "Value | None" = None
     kind: str = ""
     mark: str = ""
+    choices: "tuple[Value, ...]" = ()
 
     def write(self, facts: Facts, depth: int = 12) -> None:
         """Joins what is written in place into the value and all that it is a view of."""
@@ -218,11 +220,19 @@ def joined(values: Iterable[Value]) -> Value:
         refs += [ref for ref in value.refs if ref not in refs]
     value = Value(facts, tuple(refs), _joined_items(several), _joined_fields(several), tuple(several))
     value.owner = next((one.owner for one in several if one.owner is not None), None)
+    value.choices = _choices(several) if value.owner is not None else ()
     elements = [one.element for one in several if one.element is not None]
     value.element = joined(elements) if elements else None
     if len({(one.kind, one.path) for one in several}) == 1:
         value.kind, value.path = several[0].kind, several[0].path
     return value
+
+
+def _choices(values: list[Value]) -> tuple[Value, ...]:
+    """Instances of several classes, and functions beside them: each is called for itself."""
+    flat = [one for value in values for one in (value.choices or (value,))]
+    callable_ones = {id(one.owner) if one.owner is not None else one: one for one in flat if one.owner or one.refs}
+    return tuple(callable_ones.values()) if len(callable_ones) > 1 else ()
 
 
 def _joined_items(values: list[Value]) -> list[Value] | None:
@@ -276,6 +286,7 @@ class LossEvent:
         calls: functions that it was reached through, outermost first.
         phase: forward or backward.
         by: how it was recognised, in words.
+        pieces: loops of which the ids are a piece; None where that was not asked.
     """
 
     kind: str
@@ -289,6 +300,7 @@ class LossEvent:
     calls: tuple[str, ...]
     phase: str
     by: str = ""
+    pieces: frozenset[Loop] | None = None
 
 
 @dataclass(frozen=True)
