@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from logitless.train.config import LossConfig, ModelConfig, OptimizerConfig, RolloutConfig, TinyModel, TrainConfig
+from logitless.train.config import (
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TinyModel,
+    TrainConfig,
+    WarmStartConfig,
+)
 
 SMALL = TinyModel(vocab_size=128, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
 STOCK = LossConfig(level="stock", kl_coef=0.5)
@@ -17,6 +25,8 @@ def small_run(output, **changes) -> TrainConfig:
         model=ModelConfig(tiny=SMALL),
         rollout=RolloutConfig(prompts_per_step=2, generations=4, max_prompt_tokens=4, max_new_tokens=3),
         rewards=["last_number"],
+        # Far enough to give some answers right and others wrong: without a reward nothing is put to the test.
+        warm_start=WarmStartConfig(steps=60, batch_size=32, learning_rate=1e-2),
         optimizer=OptimizerConfig(learning_rate=2e-3),
         steps=6,
         checkpoint_every=2,

@@ -11,7 +11,7 @@ from runs import FUSED, STOCK, small_run
 
 from logitless.train import ab
 from logitless.train.ab_config import AbConfig
-from logitless.train.config import LossConfig, WarmStartConfig
+from logitless.train.config import LossConfig
 from logitless.train.errors import TrainError
 
 WRONG = LossConfig(level="hidden", kl_coef=0.6, label="a divergence that weighs more")
@@ -19,7 +19,7 @@ WRONG = LossConfig(level="hidden", kl_coef=0.6, label="a divergence that weighs 
 
 @pytest.mark.slow
 def test_equal_losses_have_parity_and_a_wrong_one_has_none(tmp_path, capfd, monkeypatch):
-    train = small_run("replaced", steps=4, warm_start=WarmStartConfig(steps=3, batch_size=4))
+    train = small_run("replaced", steps=4)
     config = AbConfig(
         "small_ab", [STOCK, FUSED, WRONG], train, output=str(tmp_path / "runs"), results=str(tmp_path / "results")
     )

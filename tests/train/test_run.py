@@ -19,7 +19,8 @@ import yaml
 from runs import FUSED, STOCK, small_run
 
 from logitless.integrations import tunix as adapter
-from logitless.train.config import LoraConfig, ModelConfig, RolloutConfig, WarmStartConfig
+from logitless.train.ab import share_warm_start
+from logitless.train.config import LoraConfig, ModelConfig, RolloutConfig
 from logitless.train.errors import TrainError
 from logitless.train.run import run_train
 from logitless.train.sinks import read_metrics
@@ -60,6 +61,7 @@ def test_every_update_has_its_numbers(unbroken):
     last = np.mean([line["time/train/step_s"] for line in lines])
     assert lines[-1]["time/train/step_avg_last10_s"] == pytest.approx(last)
     assert np.ptp([line["loss"] for line in lines]) > 0
+    assert 0 < np.mean([line["reward/mean"] for line in lines]) < 1
     summary = json.loads((unbroken / "run" / "summary.json").read_text())
     assert summary["memory"]["temp"] == lines[0]["mem/step_temp_bytes"]
 
@@ -73,6 +75,7 @@ def test_completions_differ_from_step_to_step_and_follow_the_seed(unbroken):
 
 def test_the_fused_loss_trains_alike_on_the_same_completions(unbroken, tmp_path):
     config = small_run(tmp_path / "run", replay_rollouts=str(unbroken / "rollouts"), loss=FUSED)
+    share_warm_start(unbroken / "run", tmp_path / "run")
     assert run_train(config) == 0
     got, want = curve(tmp_path / "run"), curve(unbroken / "run")
     np.testing.assert_array_equal(got["reward/mean"], want["reward/mean"])
@@ -111,6 +114,7 @@ def test_a_planted_wrong_loss_has_no_parity(plant, unbroken, tmp_path, monkeypat
     from logitless.train.compare import Run, compare
 
     arms = [STOCK, FUSED]
+    share_warm_start(unbroken / "run", tmp_path / "run")
     plant(monkeypatch)
     config = small_run(tmp_path / "run", replay_rollouts=str(unbroken / "rollouts"), loss=arms[1])
     assert run_train(config) == 0
@@ -143,8 +147,7 @@ def wait_for_updates(process, folder, count, seconds=300):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
 def test_a_run_that_was_stopped_ends_with_the_curve_of_an_unbroken_one(how, tmp_path):
     steps = {"steps": 40, "rollout": RolloutConfig(2, 4, 4, 3, updates_per_rollout=2), "checkpoint_every": 4}
-    warm = {"warm_start": WarmStartConfig(steps=3, batch_size=4)}
-    whole = small_run(tmp_path / "whole", **steps, **warm)
+    whole = small_run(tmp_path / "whole", **steps)
     assert run_train(whole) == 0
     broken = replace(whole, output=str(tmp_path / "broken"))
     process = start(broken, tmp_path)
@@ -160,7 +163,8 @@ def test_a_run_that_was_stopped_ends_with_the_curve_of_an_unbroken_one(how, tmp_
     _, words = process.communicate(timeout=300)
     assert process.returncode == 0, words
     resumed = int(words.split("resuming at update ")[1].split()[0])
-    assert 8 <= resumed <= done and (how == signal.SIGKILL or resumed == done)
+    # The last checkpoint may have been on its way to the disk.
+    assert 4 <= resumed <= done and (how == signal.SIGKILL or resumed == done)
     assert_same_curve(curve(tmp_path / "broken"), curve(tmp_path / "whole"))
 
 
@@ -186,8 +190,9 @@ def test_replaying_other_prompts_is_refused(unbroken, tmp_path):
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path):
     rollout = RolloutConfig(2, 4, max_prompt_tokens=3, max_new_tokens=3)
+    config = small_run(tmp_path / "run", rollout=rollout, warm_start=None)
     with pytest.raises(TrainError, match=r"max_prompt_tokens=3 is less than the 4 tokens of the prompt '\d\+\d='"):
-        run_train(small_run(tmp_path / "run", rollout=rollout))
+        run_train(config)
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -210,16 +215,18 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
 def test_lora_and_a_warm_start_train(tmp_path):
     model = ModelConfig(tiny=small_run("x").model.tiny, lora=LoraConfig(rank=2))
-    config = small_run(tmp_path / "run", model=model, warm_start=WarmStartConfig(steps=2, batch_size=4), steps=2)
+    config = small_run(tmp_path / "run", model=model, steps=2)
     assert run_train(config) == 0
     assert curve(tmp_path / "run")["kl"][1] > 0
 
 
 def test_over_a_mesh_of_virtual_devices(unbroken, tmp_path):
-    config = small_run(tmp_path / "run", mesh={"fsdp": 4, "tp": 2}, replay_rollouts=str(unbroken / "rollouts"), steps=2)
+    replayed = {"replay_rollouts": str(unbroken / "rollouts"), "loss": FUSED, "steps": 2}
+    config = small_run(tmp_path / "run", mesh={"fsdp": 4, "tp": 2}, **replayed)
+    share_warm_start(unbroken / "run", tmp_path / "run")
     assert run_train(config) == 0
     got, want = curve(tmp_path / "run"), curve(unbroken / "run")
-    np.testing.assert_allclose(got["loss"], want["loss"][:2], atol=1e-5)
+    np.testing.assert_allclose(got["loss"], want["loss"][:2], atol=1e-6)
 
 
 def test_more_devices_than_there_are(tmp_path):

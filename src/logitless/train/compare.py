@@ -100,7 +100,10 @@ def ratios(own: Sequence[Run], base: Sequence[Run]) -> dict[str, float]:
     """Temp memory and time of an update, times the first arm's; times are medians without the updates that compile."""
 
     def time(runs: Sequence[Run]) -> float:
-        return float(np.median(np.concatenate([run.series("time/train/step_s")[SETTLED:] for run in runs])))
+        settled = [run.series("time/train/step_s") for run in runs]
+        return float(
+            np.median(np.concatenate([times[SETTLED:] if len(times) > SETTLED else times for times in settled]))
+        )
 
     def temp(runs: Sequence[Run]) -> float:
         return float(max(run.summary["memory"]["temp"] for run in runs))
