@@ -98,7 +98,10 @@ def print_table(record: Record) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        # Into a file or a log, where nothing is gained by narrow columns.
+        console.width = 140
     header, *rows = table(record)
     shown = Table(*header, title=record["name"])
     for row in rows:
