@@ -149,7 +149,7 @@ def test_the_loss_of_every_mode_is_that_of_stock_tunix_with_an_empty_completion(
     want, got = loss_and_gradient(stock, batch), loss_and_gradient(ours, batch)
     assert abs(got[0] - want[0]) <= 30 * EPS * max(1, abs(want[0])), (got[0], want[0])
     assert_same_gradients(got[2], want[2])
-    for name in ("kl", "pg_clipfrac", "is_ratio/mean", "is_ratio/max", "ppo_kl"):
+    for name in ("kl", "pg_clipfrac", "is_ratio/mean", "is_ratio/max", "ppo_kl", "entropy"):
         assert got[1][name] == pytest.approx(want[1][name], rel=1e-5, abs=1e-6), name
 
 
@@ -193,8 +193,8 @@ def test_reference_and_old_logprobs_are_those_of_stock_tunix(kept):
         assert not got[~counts].any()
 
 
-def test_the_entropy_is_that_of_the_logits(kept):
-    ours = kept[1]
+def test_the_entropy_is_that_of_the_logits(pair):
+    ours = pair(loss_agg_mode="token-mean")[1]
     batch = example()
     model = ours.rl_cluster.actor_trainer.model
     tokens, positions, attended, segments = common.process_ids(batch.prompt_ids, batch.completion_ids, 0, 1)

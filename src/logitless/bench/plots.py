@@ -11,8 +11,9 @@ from logitless.bench.records import latest_run, read_records
 from logitless.bench.report import Record, caption, kind, kind_in_words, memory_on_top
 from logitless.bench.units import duration, factor, size
 from logitless.plan.report import ESTIMATE
+from logitless.train.ab_report import draw_curves
 
-IMAGE = re.compile(r"\]\((?P<path>(?:[\w.-]+/)*(?P<name>[\w.-]+)_(?P<what>time|memory)\.png)\)")
+IMAGE = re.compile(r"\]\((?P<path>(?:[\w.-]+/)*(?P<name>[\w.-]+)_(?P<what>time|memory|curves)\.png)\)")
 COLORS = {"jax": "tab:blue", "torch": "tab:orange", "host": "tab:green"}
 FRAMEWORKS = {"jax": "JAX", "torch": "torch", "host": "other"}
 
@@ -26,7 +27,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
 
 def draw_images(page: str, folder: Path, results: Path) -> list[Path]:
-    """Draws each image `NAME_time.png` or `NAME_memory.png` that a page shows, from the last run in its record.
+    """Draws the images `NAME_time.png`, `NAME_memory.png` and `NAME_curves.png` of a page, each from the last run recorded.
 
     Raises:
         BenchError: its record is missing.
@@ -37,7 +38,10 @@ def draw_images(page: str, folder: Path, results: Path) -> list[Path]:
         records = latest_run(read_records(record_file))
         path = folder / match["path"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        _save(_bars(records, (match["what"],)), records, path)
+        if match["what"] == "curves":
+            draw_curves(records[-1], path)
+        else:
+            _save(_bars(records, (match["what"],)), records, path)
         drawn.append(path)
     return drawn
 

@@ -2,8 +2,9 @@
 
 `logitless bench report README.md results`, or `python -m logitless.bench.report` with the same words, rewrites each
 table between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` (`plan:NAME` for a plan, `kernels:NAME` for its kernels,
-`compile:NAME` for what compiles) from `results/NAME.jsonl`, and draws each image that the page shows as
-`NAME_time.png` or `NAME_memory.png`.
+`compile:NAME` for what compiles, `ab:NAME` for an A/B of training, `step:NAME` for its planned updates) from
+`results/NAME.jsonl`, and draws each image that the page shows as `NAME_time.png`, `NAME_memory.png` or, of an A/B,
+`NAME_curves.png`.
 """
 
 import re
@@ -21,11 +22,13 @@ from logitless.bench.plan_kernels import kernels_markdown
 from logitless.bench.plan_report import LOSSES, plan_markdown
 from logitless.bench.records import latest_run, read_records
 from logitless.bench.units import duration, factor, markdown, size
+from logitless.train.ab_report import ab_markdown, step_markdown
 
 Record = dict[str, Any]
 
 MARKED = re.compile(
-    r"(<!-- (?P<kind>bench|plan|kernels|compile):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)", re.DOTALL
+    r"(<!-- (?P<kind>bench|plan|kernels|compile|ab|step):(?P<name>[\w.-]+) -->\n).*?(<!-- /(?P=kind):(?P=name) -->)",
+    re.DOTALL,
 )
 USAGE = "usage: logitless bench report [README.md [results]]"
 
@@ -206,7 +209,15 @@ def markdown_table(records: Sequence[Record]) -> str:
     return f"{table}\n\n{caption(records)[0].upper()}{caption(records)[1:]}.\n"
 
 
-MARKDOWN = {"bench": markdown_table, "plan": plan_markdown, "kernels": kernels_markdown, "compile": compile_markdown}
+MARKDOWN = {
+    "bench": markdown_table,
+    "plan": plan_markdown,
+    "kernels": kernels_markdown,
+    "compile": compile_markdown,
+} | {
+    "ab": ab_markdown,
+    "step": step_markdown,
+}
 """A table of a run's records, by the kind that its marker names."""
 
 
@@ -216,7 +227,7 @@ def with_tables(text: str, results: Path) -> str:
     Raises:
         BenchError: a marker has no end or its record is missing.
     """
-    opened = re.findall(r"<!-- ((?:bench|plan|kernels|compile):[\w.-]+) -->", text)
+    opened = re.findall(r"<!-- ((?:bench|plan|kernels|compile|ab|step):[\w.-]+) -->", text)
     closed = [f"{match['kind']}:{match['name']}" for match in MARKED.finditer(text)]
     if opened != closed:
         missing = next(name for name in opened if opened.count(name) != closed.count(name))

@@ -12,6 +12,8 @@ from logitless._arrays import check_name
 from logitless.integrations.tunix_loss import (
     PRESETS,
     divergence_of_tunix,
+    entropy_of_tunix,
+    masked_mean,
     options_of_tunix,
     per_filled_row,
     tunix_metrics,
@@ -101,7 +103,7 @@ def use_logitless(
 
     Reference: google-tunix 0.1.7, `tunix.rl.algo_core.grpo_loss_fn`, `tunix.rl.common.compute_per_token_logps`.
     Departures: log ratios are bounded at 80, not at +-20; the old policy's log-probabilities take the rollout's
-    temperature, which 0.1.7 leaves out; the metric entropy is a mean over tokens; log-probabilities of padding are 0.
+    temperature, which 0.1.7 leaves out; log-probabilities of padding are 0.
     """
     require("google-tunix", TRIED, module="tunix", asked_by="use_logitless")
     from tunix.sft.peft_trainer import PeftTrainer  # pyright: ignore[reportMissingImports] - of the train extra
@@ -251,11 +253,15 @@ def _policy_loss(
     else:
         options = dict(divergence_of_tunix(config)) if references is not None else {}
         options |= loss_options
-        out = PRESETS[loss](
-            *arrays, ref_logprobs=references, segment_ids=getattr(example, "segment_ids", None), **options
-        )
+        segments = getattr(example, "segment_ids", None)
+        out = PRESETS[loss](*arrays, ref_logprobs=references, segment_ids=segments, **options)
         value = out.loss
-    return value, tunix_metrics(out, stats.logprobs, example.old_per_token_logps, stats.entropy, mask)
+    metrics = tunix_metrics(out, stats.logprobs, example.old_per_token_logps, mask)
+    if stats.entropy is not None:
+        of_tokens = jax.lax.stop_gradient(stats.entropy)
+        as_loss = loss is None
+        metrics["entropy"] = entropy_of_tunix(of_tokens, mask, options) if as_loss else masked_mean(of_tokens, mask)
+    return value, metrics
 
 
 def _labelled_loss(

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from logitless.losses.aggregate import ratio_or_zero
+from logitless.losses.aggregate import aggregate, ratio_or_zero
 from logitless.losses.policy import LossOutput, policy_loss
 from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, luspo_loss
 from logitless.losses.policy_presets_soft import cispo_loss, sapo_loss, vespo_loss
+from logitless.losses.sequences import find_sequences
 
 PRESETS: Mapping[str, Callable[..., LossOutput]] = {
     "grpo": grpo_loss,
@@ -89,28 +90,32 @@ def per_filled_row(loss: jax.Array, mask: jax.Array, aggregation: str) -> jax.Ar
     return loss * (mask.shape[0] / filled.astype(loss.dtype))
 
 
-def tunix_metrics(
-    out: LossOutput, logprobs: jax.Array | None, old: jax.Array | None, entropy: jax.Array | None, mask: jax.Array
-) -> dict[str, jax.Array]:
+def tunix_metrics(out: LossOutput, logprobs: jax.Array, old: jax.Array | None, mask: jax.Array) -> dict[str, jax.Array]:
     """The numbers that Tunix's learners log, under the names of its own loss; means over the tokens that count."""
     means = {name: ratio_or_zero(*value) if isinstance(value, tuple) else value for name, value in out.metrics.items()}
     zero = jnp.zeros((), out.loss.dtype)
-    aux = {
+    gap = jnp.zeros_like(logprobs) if old is None else old - stop_gradient(logprobs)
+    return {
         "kl": means.get("kl", zero),
         "pg_clipfrac": means["clip_low"] + means["clip_high"],
+        "ppo_kl": masked_mean(gap, mask),
+        "approx_kl": means["approx_kl"],
         "is_ratio/mean": means["ratio_mean"],
         "is_ratio/min": means["ratio_min"],
         "is_ratio/max": means["ratio_max"],
-        "approx_kl": means["approx_kl"],
     }
-    if logprobs is not None:
-        gap = zero if old is None else old - stop_gradient(logprobs)
-        aux["ppo_kl"] = _masked_mean(jnp.broadcast_to(gap, mask.shape), mask)
-    if entropy is not None:
-        aux["entropy"] = _masked_mean(stop_gradient(entropy), mask)
-    return aux
 
 
-def _masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+def entropy_of_tunix(entropy: jax.Array, mask: jax.Array, options: Mapping[str, Any]) -> jax.Array:
+    """The mean entropy as Tunix logs it: aggregated as the loss is."""
+    mode = options["aggregation"]
+    sequences = find_sequences((mask.shape[0], mask.shape[1]), None, entropy.dtype)
+    length = options.get("max_completion_length")
+    value = aggregate(stop_gradient(entropy), mask != 0, sequences, mode, max_completion_length=length)
+    return per_filled_row(value, mask, mode)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """The mean over the tokens that count, 0 where none does."""
     counts = mask != 0
     return ratio_or_zero(jnp.sum(jnp.where(counts, x, 0)), jnp.sum(counts).astype(x.dtype))

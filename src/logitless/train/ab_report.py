@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from logitless._files import replace_file
-from logitless.bench.units import factor, size
+from logitless.bench.units import duration, factor, markdown, size
 from logitless.train.compare import SETTLED
 
 Record = Mapping[str, Any]
@@ -29,7 +29,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{border-bottom:1px solid #ddd;padding:.35rem .6rem;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .pass{color:#1a7f37;font-weight:600}.fail{color:#b42318;font-weight:600}
 .verdict{border-left:.4rem solid;padding:.6rem 1rem;background:#f6f8fa}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(26rem,1fr));gap:1rem}
@@ -115,6 +115,43 @@ def print_table(record: Record) -> None:
     console.print("verdict: " + ("passed" if record["verdict"]["passed"] else "FAILED"))
 
 
+def planned(records: Sequence[Record]) -> list[list[str]]:
+    """The planned updates of an A/B side by side; the first row names the columns."""
+    rows = [["arm", "temp", "weights, optimizer, batch", "total of HBM", "fits", "collectives", "time (estimate)"]]
+    base = records[0]["plan"]["temp_bytes"]
+    for record in records:
+        plan = record["plan"]
+        if plan["temp_bytes"] is None:
+            rows.append([record["arm"], plan["reason"] or "", "", "", "no", "", ""])
+            continue
+        rows.append(
+            [
+                record["arm"],
+                size(plan["temp_bytes"]) + (f" ({factor(plan['temp_bytes'] / base)})" if base else ""),
+                size(plan["argument_bytes"]),
+                f"{size(plan['total_bytes'])} of {size(plan['hbm_bytes'])}",
+                "yes" if plan["fits"] else "NO",
+                size(plan["collective_bytes"]),
+                "unknown" if plan["expected_ms"] is None else duration(plan["expected_ms"]),
+            ]
+        )
+    return rows
+
+
+def planned_words(records: Sequence[Record]) -> str:
+    """What the numbers of a planned update are."""
+    first = records[0]
+    return (
+        f"One update on {first['topology']}, per device, compiled for it and not executed on a TPU. Memory: exact. "
+        f"Time: compiler estimate, not a measurement. Commit {first['commit'][:10]}, {first['date'][:10]}."
+    )
+
+
+def step_markdown(records: Sequence[Record]) -> str:
+    """The planned updates as a table, for a page."""
+    return f"{markdown(planned(records))}\n\n{planned_words(records)}\n"
+
+
 def write_report(record: Record, path: Path) -> Path:
     """Writes the page; it needs no other file and no network."""
     replace_file(path, page(record).encode())
@@ -127,6 +164,7 @@ def page(record: Record) -> str:
     verdict = record["verdict"]
     word, mark = ("All checks passed.", "pass") if verdict["passed"] else ("A check failed.", "fail")
     head, *rows = table(record)
+    titles = "".join(f"<th{' class=n' if i else ''}>{e(title)}</th>" for i, title in enumerate(head))
     cells = "".join(
         "<tr>" + "".join(f"<td{' class=n' if i else ''}>{e(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
         for row in rows
@@ -138,11 +176,11 @@ def page(record: Record) -> str:
 <h1>{e(record["name"])}: {e(" against ".join(arms_of(record)))}</h1>
 <p class="verdict {mark}">{word}</p>
 <p>{e(circumstances(record))}</p>
-<h2>Arms</h2><table><tr>{"".join(f"<th>{e(c)}</th>" for c in head)}</tr>{cells}</table>
+<h2>Arms</h2><table><tr>{titles}</tr>{cells}</table>
 <p class=note>Temp: what the compiled update needs beside its arguments and results on one device, by its compiler.
 Time: median without the first {SETTLED} updates, which compile; the arms ran one after the other, each in a process of
 its own. Loss, divergence and reward: means of ten updates, over seeds ± their standard deviation.</p>
-<h2>Checks</h2><table><tr><th>arm<th>what<th>value<th>bound<th></tr>{checks}</table>
+<h2>Checks</h2><table><tr><th>arm<th>what<th class=n>value<th class=n>bound<th></tr>{checks}</table>
 <h2>Curves</h2><div class=plots>{plots}</div>
 <h2>Config</h2><pre>{e(config_text(record))}</pre></html>
 """
@@ -197,9 +235,14 @@ def _svg(figure: Any) -> str:
 
 
 def plot(record: Record, name: str, label: str, start: int | None) -> str:
-    """One number against updates: a line for the mean over seeds, a band from the least seed to the largest."""
+    """One number against updates, as SVG."""
     figure = _figure()
-    axes = figure.subplots()
+    draw(figure.subplots(), record, name, label, start)
+    return _svg(figure)
+
+
+def draw(axes: Any, record: Record, name: str, label: str, start: int | None) -> None:
+    """A line for the mean over seeds of each arm, a band from the least seed to the largest."""
     drawn = 0
     for color, arm in zip(_colors(record), arms_of(record), strict=True):
         values = series(record, arm, name)
@@ -220,7 +263,30 @@ def plot(record: Record, name: str, label: str, start: int | None) -> str:
     axes.set_title(label, fontsize=10)
     axes.set_xlabel("update", fontsize=9)
     axes.grid(visible=True, alpha=0.3)
-    return _svg(figure)
+
+
+def draw_curves(record: Record, path: Path) -> None:
+    """All curves of an A/B in one PNG, for a page of the documentation."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 6.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, one in zip(figure.subplots(2, 3).flat, PLOTS, strict=True):
+        draw(axes, record, *one)
+    figure.suptitle(f"{record['name']}; commit {record['commit'][:10]}, {record['date'][:10]}", fontsize=8)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    replace_file(path, png.getvalue())
+
+
+def ab_markdown(records: Sequence[Record]) -> str:
+    """The last A/B of a record as a table with its verdict, for a page."""
+    record = [one for one in records if "verdict" in one][-1]
+    verdict = record["verdict"]
+    word = "passed" if verdict["passed"] else "FAILED"
+    checks = "; ".join(f"{c['arm']}: {c['what']} {c['value']:.3g} (bound {c['bound']:.3g})" for c in verdict["checks"])
+    return f"{markdown(table(record))}\n\n{circumstances(record)} Verdict: {word}. {checks}.\n"
 
 
 def memory_plot(record: Record) -> str:

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from logitless.bench.records import append_records, commit_of_package, results_folder
-from logitless.bench.units import factor, size
 from logitless.plan import plan_function
 from logitless.train.ab_config import AbConfig
+from logitless.train.ab_report import planned, planned_words
 from logitless.train.config import TinyModel, TrainConfig
 from logitless.train.errors import TrainError
 from logitless.train.loss import grpo_config, install_loss
@@ -38,8 +38,12 @@ def run_plan_ab(config: AbConfig) -> int:
     if config.topology is None:
         raise TrainError("ab plan: the config names no topology, such as v6e:2x4")
     results = results_folder(config.results)
-    head = {"name": config.name, "date": datetime.now(UTC).isoformat(timespec="seconds"), **commit_of_package()}
-    records, rows = [], []
+    head = {
+        "name": f"{config.name}_plan",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **commit_of_package(),
+    }
+    records = []
     for arm in config.arms:
         from dataclasses import asdict, replace
 
@@ -54,10 +58,9 @@ def run_plan_ab(config: AbConfig) -> int:
             | {"topology": config.topology, "arm": arm.title, "executed": False, "train": asdict(train)}
             | {"plan": {name: getattr(plan, name) for name in RECORDED}}
         )
-        rows.append((arm.title, plan))
-    append_records(results / f"{config.name}.jsonl", records)
-    print_rows(config, rows)
-    return 0 if all(plan.fits for _, plan in rows) else 1
+    append_records(results / f"{config.name}_plan.jsonl", records)
+    print_plans(records)
+    return 0 if all(record["plan"]["fits"] for record in records) else 1
 
 
 RECORDED = (
@@ -73,37 +76,15 @@ RECORDED = (
 )
 
 
-def print_rows(config: AbConfig, rows: list[tuple[str, Any]]) -> None:
+def print_plans(records: list[dict[str, Any]]) -> None:
     """The table of a plan."""
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{config.name}: one update on {config.topology}, per device; compiled for it, not executed on a TPU"
-    table = Table(
-        "arm",
-        "temp",
-        "weights, optimizer, batch",
-        "total of HBM",
-        "fits",
-        "collectives",
-        "time (estimate)",
-        title=title,
-    )
-    base = rows[0][1].temp_bytes
-    for arm, plan in rows:
-        if plan.temp_bytes is None:
-            table.add_row(arm, plan.reason or "", "", "", "no", "", "")
-            continue
-        ratio = f" ({factor(plan.temp_bytes / base)})" if base else ""
-        table.add_row(
-            arm,
-            size(plan.temp_bytes) + ratio,
-            size(plan.argument_bytes),
-            f"{size(plan.total_bytes)} of {size(plan.hbm_bytes)}",
-            "yes" if plan.fits else "NO",
-            "" if plan.collective_bytes is None else size(plan.collective_bytes),
-            "" if plan.expected_ms is None else f"{plan.expected_ms / 1e3:.3g} s",
-        )
+    header, *rows = planned(records)
+    table = Table(*header, title=records[0]["name"], caption=planned_words(records))
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False, width=160).print(table)
 
 
