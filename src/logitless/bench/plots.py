@@ -27,7 +27,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
 
 def draw_images(page: str, folder: Path, results: Path) -> list[Path]:
-    """Draws the images `NAME_time.png`, `NAME_memory.png` and `NAME_curves.png` of a page, each from the last run recorded.
+    """Draws the images `NAME_time.png`, `NAME_memory.png` and `NAME_curves.png` of a page, from the last run recorded.
 
     Raises:
         BenchError: its record is missing.
