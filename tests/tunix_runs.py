@@ -1,6 +1,8 @@
 """Small models, clusters and learners of Tunix for the tests of its adapter and of training."""
 
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ def learner(policy, *, reward=None, steps=20, seed=0, mesh=None, temperature=1.0
                 top_p=1.0,
                 max_prompt_length=PROMPT,
                 kv_cache_size=PROMPT + COMPLETION + 1,
-                seed=seed,
+                seed=seed,  # pyright: ignore[reportArgumentType] - Tunix makes a key of it
             ),
         ),
     )
@@ -68,7 +70,7 @@ def spread_rewards(prompts, completions, **_):
     return [float(sum(map(ord, text)) % 7) / 7 + 0.01 * len(text) for text in completions]
 
 
-def batches(count, size=2):
+def batches(count, size=2) -> Iterator[Any]:
     """Prompts as Tunix takes them."""
     for step in range(count):
         texts = [f"{(step + i) % 10}+{(3 * step + i) % 10}=" for i in range(size)]
@@ -98,7 +100,7 @@ class Recorder:
         return np.array([line[name] for line in self.lines])
 
 
-def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None, logprobs=None):
+def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None, logprobs=None) -> Any:
     """A batch as the learner would make one, with lengths of every kind.
 
     `logprobs` are those of the policy for the batch without them: old and reference policy are then near to it, with
@@ -116,7 +118,7 @@ def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None, logprobs=None
     noise = rng.normal(-3.0, 0.6, (2, rows, COMPLETION)).astype(np.float32)
     if logprobs is not None:
         noise = (noise + 3.0) * 0.6 + np.asarray(logprobs)[None]
-    return TrainExample(
+    fields = dict(
         prompt_ids=jnp.asarray(prompts),
         prompt_mask=jnp.asarray(prompts != 0),
         completion_ids=jnp.asarray(completions),
@@ -125,6 +127,7 @@ def example(seed=0, rows=6, *, old=True, ref=True, empty_row=None, logprobs=None
         ref_per_token_logps=jnp.asarray(noise[0]) if ref else None,
         old_per_token_logps=jnp.asarray(noise[1]) if old else None,
     )
+    return TrainExample(**fields)
 
 
 def sft_trainer(policy, steps=5):

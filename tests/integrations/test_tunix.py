@@ -1,6 +1,7 @@
 """The Tunix adapter: stock Tunix's numbers, without its logits."""
 
 import importlib.metadata
+from typing import Any
 
 import pytest
 
@@ -322,11 +323,11 @@ def test_supervised_updates_are_those_of_stock_tunix(level):
             use_logitless(trainer, level=level)
         history = []
 
-        def save(step, *_, trainer=trainer, history=history, **__):
+        def save(step, *_, trainer: Any = trainer, history=history, **__):
             if step == len(history) + 1:
                 history.append(float(trainer._prev_buffered_train_metrics.loss))
 
-        trainer.checkpoint_manager.save = save
+        trainer.checkpoint_manager.save = save  # pyright: ignore[reportAttributeAccessIssue]
         trainer.train(labelled_rows(problems.batch(i, 8), "{question}", policy.tokenizer, 9) for i in range(5))
         losses.append(history)
         states.append(dict(nnx.to_flat_state(nnx.state(policy.model))))
@@ -335,12 +336,16 @@ def test_supervised_updates_are_those_of_stock_tunix(level):
         np.testing.assert_allclose(states[1][path][...], want[...], rtol=1e-3, atol=1e-5, err_msg=str(path))
 
 
+class Embedding(nnx.Module):
+    def __init__(self):
+        self.input_embedding = nnx.Param(jax.random.normal(jax.random.key(0), (V, 8)))
+
+
 class OneBefore(nnx.Module):
     """Predicts each token from the one before it: a model in which documents of a packed row cannot mix."""
 
     def __init__(self):
-        self.embedder = nnx.Module()
-        self.embedder.input_embedding = nnx.Param(jax.random.normal(jax.random.key(0), (V, 8)))
+        self.embedder = Embedding()
 
     def __call__(self, tokens, positions, cache, attention_mask=None, output_hidden_states=False, segment_ids=None):
         states = jnp.sin(self.embedder.input_embedding[...][tokens] * 3)

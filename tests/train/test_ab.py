@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tunix", reason="google-tunix is not installed (pip install '.[train]')")
 
-from runs import FUSED, STOCK, small_run
+from train_runs import FUSED, STOCK, small_run
 
 from logitless.train import ab
 from logitless.train.ab_config import AbConfig

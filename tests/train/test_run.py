@@ -16,7 +16,7 @@ pytest.importorskip("tunix", reason="google-tunix is not installed (pip install 
 
 import numpy as np
 import yaml
-from runs import FUSED, STOCK, small_run
+from train_runs import FUSED, STOCK, small_run
 
 from logitless.integrations import tunix as adapter
 from logitless.train.ab import share_warm_start

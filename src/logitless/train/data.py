@@ -72,7 +72,9 @@ def read_rows(config: DataConfig) -> list[Problem]:
             raise TrainError(
                 "train config: data.task=gsm8k needs data.path: a JSON-lines file, or the hub id openai/gsm8k"
             )
-        rows = _rows_of_file(Path(config.path)) if _is_file_name(config.path) else _rows_of_hub(config)
+        rows = (
+            _rows_of_file(Path(config.path)) if _is_file_name(config.path) else _rows_of_hub(config.path, config.split)
+        )
     elif config.task == "words":
         text = resources.files("logitless").joinpath("data/word_problems.jsonl").read_text(encoding="utf-8")
         rows = parse_rows(text, "word_problems.jsonl")
@@ -131,21 +133,19 @@ def _problem(row: Any, place: str) -> Problem:
     return Problem(row["question"], canonical(number[0]), row["answer"])
 
 
-def _rows_of_hub(config: DataConfig) -> list[Problem]:
+def _rows_of_hub(path: str, split: str) -> list[Problem]:
     try:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports] - of the train extra
     except ModuleNotFoundError as error:
-        raise TrainError(
-            f"data.path={config.path}: {error.name} is not installed: pip install 'logitless[train]'"
-        ) from error
+        raise TrainError(f"data.path={path}: {error.name} is not installed: pip install 'logitless[train]'") from error
     try:
-        rows = load_dataset(config.path, "main", split=config.split)
+        rows = load_dataset(path, "main", split=split)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise TrainError(
-            f"data.path={config.path}: cannot be loaded from the hub ({first}); offline, give a local JSON-lines file"
+            f"data.path={path}: cannot be loaded from the hub ({first}); offline, give a local JSON-lines file"
         ) from error
-    return [_problem(dict(row), f"{config.path}, row {i}") for i, row in enumerate(rows)]
+    return [_problem(dict(row), f"{path}, row {i}") for i, row in enumerate(rows)]
 
 
 def _rows_of_gym(name: str, size: int = 2000) -> list[Problem]:

@@ -25,7 +25,8 @@ def grpo_config(config: TrainConfig) -> Any:
         epsilon=0.2 if loss.clip_low is None else loss.clip_low,
         loss_algo="gspo-token" if loss.name == "gspo" else "grpo",
     )
-    made.epsilon_high = made.epsilon if loss.clip_high is None else loss.clip_high
+    # Tunix reads it where a config has it, and declares it nowhere.
+    vars(made)["epsilon_high"] = made.epsilon if loss.clip_high is None else loss.clip_high
     return made
 
 

@@ -315,6 +315,6 @@ def add_lora(model: Any, lora: LoraConfig, mesh: Any, seed: int) -> Any:
     provider = qwix.LoraProvider(module_path=lora.modules, rank=lora.rank, alpha=lora.alpha)
     with mesh:
         adapted = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(seed))
-    if not is_lora_enabled(adapted):
+    if not is_lora_enabled(adapted):  # pyright: ignore[reportArgumentType] - qwix takes models of both flax APIs
         raise TrainError(f"model.lora.modules={lora.modules!r} matches no module of the model")
     return adapted

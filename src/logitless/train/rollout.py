@@ -116,4 +116,6 @@ def read_batch(folder: Path, step: int, prompts: Sequence[str], tokenizer: Any, 
         ids = tokenizer.encode(prompt)
         row[width - len(ids) :] = ids
     texts = [tokenizer.decode(row.tolist()) for row in tokens]
-    return RolloutOutput(text=texts, logits=None, tokens=tokens, left_padded_prompt_tokens=padded, logprobs=None)
+    # Tunix's own sampler gives None for what it was not asked for.
+    nothing: Any = None
+    return RolloutOutput(text=texts, logits=nothing, tokens=tokens, left_padded_prompt_tokens=padded, logprobs=None)

@@ -181,19 +181,21 @@ class Session:
         if config.model.lora is not None:
             model = add_lora(model, config.model.lora, self.mesh, config.seed)
         roles = (tunix.Role.ACTOR, tunix.Role.REFERENCE, tunix.Role.ROLLOUT)
+        # Tunix calls it as it would a class.
+        engine: Any = partial(
+            StepRollout,
+            seed=config.seed,
+            step=lambda: self._rollout_step(),
+            record=Path(config.record_rollouts) if config.record_rollouts else None,
+            replay=Path(config.replay_rollouts) if config.replay_rollouts else None,
+        )
         cluster = tunix.RLCluster(
             actor=model,
             reference=reference,
             tokenizer=self.policy.tokenizer,
             cluster_config=tunix.ClusterConfig(
                 role_to_mesh=dict.fromkeys(roles, self.mesh),
-                rollout_engine=partial(
-                    StepRollout,
-                    seed=config.seed,
-                    step=lambda: self._rollout_step(),
-                    record=Path(config.record_rollouts) if config.record_rollouts else None,
-                    replay=Path(config.replay_rollouts) if config.replay_rollouts else None,
-                ),
+                rollout_engine=engine,
                 training_config=tunix.RLTrainingConfig(
                     actor_optimizer=make_optimizer(config.optimizer, config.steps),
                     eval_every_n_steps=config.steps + 1,

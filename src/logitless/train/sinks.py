@@ -78,6 +78,7 @@ class Wandb:
         os.environ.setdefault("WANDB_SILENT", "true")
         try:
             import wandb  # pyright: ignore[reportMissingImports] - an extra
+            from wandb.errors import CommError  # pyright: ignore[reportMissingImports] - an extra
         except ModuleNotFoundError as error:
             raise TrainError(
                 f"log.wandb={config.wandb}: {error.name} is not installed: pip install 'logitless[wandb]'"
@@ -100,7 +101,7 @@ class Wandb:
         }
         try:
             self._run = wandb.init(mode=mode, **options)
-        except wandb.errors.CommError as error:
+        except CommError as error:
             say(
                 f"wandb: the server cannot be reached ({str(error).splitlines()[0]}): logging offline, training goes on"
             )

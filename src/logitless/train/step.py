@@ -72,7 +72,7 @@ def grpo_batch(config: TrainConfig) -> Any:
         return jax.ShapeDtypeStruct((rows,) if length is None else (rows, length), dtype)
 
     prompt, completion = rollout.max_prompt_tokens, rollout.max_new_tokens
-    return TrainExample(
+    fields = dict(
         prompt_ids=array(prompt, jnp.int32),
         prompt_mask=array(prompt, bool),
         completion_ids=array(completion, jnp.int32),
@@ -81,6 +81,7 @@ def grpo_batch(config: TrainConfig) -> Any:
         ref_per_token_logps=array(completion, jnp.float32) if config.loss.kl_coef else None,
         old_per_token_logps=array(completion, jnp.float32) if rollout.updates_per_rollout > 1 else None,
     )
+    return TrainExample(**fields)
 
 
 def shapes(tree: Any) -> Any:
@@ -97,6 +98,7 @@ def step_memory(program: StepProgram) -> dict[str, int]:
     """Bytes of the compiled update on one device, as its compiler lays them out: exact, nothing is run."""
     compiled = jax.jit(program.update, donate_argnums=(0, 2)).lower(*program.arguments).compile()
     analysis = compiled.memory_analysis()
+    assert analysis is not None, "this backend reports no memory of a compiled program"
     return {
         "temp": analysis.temp_size_in_bytes,
         "arguments": analysis.argument_size_in_bytes,

@@ -87,4 +87,4 @@ def labelled_rows(rows: list[Problem], template: str, tokenizer: Any, width: int
             )
         tokens[place, :length] = prompt + answer
         learnt[place, len(prompt) : length] = 1
-    return peft_trainer.TrainingInput(input_tokens=tokens, input_mask=learnt)
+    return peft_trainer.TrainingInput(**{"input_tokens": tokens, "input_mask": learnt})
