@@ -73,7 +73,7 @@ def table(record: Record) -> list[list[str]]:
             [
                 arm,
                 f"{size(ratio['temp_bytes'])} ({factor(ratio['temp'])})",
-                f"{ratio['step_s'] * 1e3:.3g} ms ({factor(ratio['step_time'])})",
+                f"{duration(ratio['step_s'] * 1e3)} ({factor(ratio['step_time'])})",
                 _mean_and_spread(series(record, arm, "loss")[:, -10:]),
                 _mean_and_spread(series(record, arm, "kl")[:, -10:]),
                 _mean_and_spread(reward[:, :10]),
