@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from types import SimpleNamespace
@@ -44,21 +45,18 @@ def run_plan_ab(config: AbConfig) -> int:
         **commit_of_package(),
     }
     records = []
+    path = results / f"{config.name}_plan.jsonl"
     for arm in config.arms:
-        from dataclasses import asdict, replace
-
+        print(f"arm {arm.title}: compiling one update for {config.topology}, which may take minutes", flush=True)
         train = replace(config.train, loss=arm)
         program = abstract_program(train)
         with constraints_of_a_tpu(abstract_mesh(train)):
             plan = plan_function(
                 program.update, program.arguments, config.topology, donate_argnums=(0, 2), timeout_s=config.timeout_s
             )
-        records.append(
-            head
-            | {"topology": config.topology, "arm": arm.title, "executed": False, "train": asdict(train)}
-            | {"plan": {name: getattr(plan, name) for name in RECORDED}}
-        )
-    append_records(results / f"{config.name}_plan.jsonl", records)
+        record = head | {"topology": config.topology, "arm": arm.title, "executed": False, "train": asdict(train)}
+        records.append(record | {"plan": {name: getattr(plan, name) for name in RECORDED}})
+        append_records(path, records[-1:])
     print_plans(records)
     return 0 if all(record["plan"]["fits"] for record in records) else 1
 
