@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx  # pyright: ignore[reportMissingImports]
 from tunix.rl import common  # pyright: ignore[reportMissingImports]
+from tunix.rl.grpo.grpo_learner import GRPOConfig  # pyright: ignore[reportMissingImports]
 
-from logitless import HeadSharding, audit, dapo_loss
+from logitless import HeadSharding, audit, dapo_loss, grpo_loss
 from logitless.integrations.tunix import TokenOptions, token_statistics, use_logitless
+from logitless.integrations.tunix_loss import options_of_tunix
 from logitless.integrations.tunix_model import head_of, hidden_states
 from logitless.train.config import LoraConfig
 from logitless.train.models import add_lora
@@ -209,15 +211,15 @@ def test_the_entropy_is_that_of_the_logits(pair):
     assert "entropy" not in aux
 
 
-def test_a_named_loss_is_that_loss_of_stock_logprobs(kept):
-    stock, ours = (
-        kept[0],
-        use_logitless(learner(tiny_policy(), beta=0.05), loss="dapo", loss_options={"clip_high": 0.4}),
-    )
+@pytest.mark.parametrize("named", [dapo_loss, grpo_loss], ids=["dapo", "grpo, whose mean counts empty rows"])
+def test_a_named_loss_is_that_loss_of_stock_logprobs(kept, named):
+    name = named.__name__.removesuffix("_loss")
+    stock = kept[0]
+    ours = use_logitless(learner(tiny_policy(), beta=0.05), loss=name, loss_options={"clip_high": 0.4})
     batch = example(empty_row=3)
     graph, state = nnx.split(stock.rl_cluster.actor_trainer.model)
     logprobs = common.compute_per_token_logps(graph, state, batch.prompt_ids, batch.completion_ids, 0, 1)
-    want = dapo_loss(
+    want = named(
         logprobs,
         batch.old_per_token_logps,
         batch.advantages,
@@ -230,10 +232,22 @@ def test_a_named_loss_is_that_loss_of_stock_logprobs(kept):
     assert loss_and_gradient(ours, batch)[0] == pytest.approx(float(want), rel=1e-5)
 
 
+@pytest.mark.parametrize(("algorithm", "theirs"), [("grpo", 20.0), ("gspo-token", 10.0)])
+def test_log_ratios_are_bounded_further_out_than_by_stock_tunix(algorithm, theirs):
+    stock, ours = stock_and_ours(loss_algo=algorithm)
+    use_logitless(ours)
+    batch = example()
+    far = batch.replace(old_per_token_logps=batch.old_per_token_logps - 30.0)
+    _, aux, _ = loss_and_gradient(ours, far)
+    assert float(aux["is_ratio/max"]) > np.exp(25.0)
+    _, aux, _ = loss_and_gradient(stock, far)
+    assert float(aux["is_ratio/max"]) == pytest.approx(np.exp(theirs), rel=1e-5)
+
+
 def audited(made, batch):
     program = step_program(made.rl_cluster.actor_trainer, batch)
     count = batch.completion_ids.size
-    return audit(program.loss, *program.of_loss, vocab_size=V, num_tokens=count, differentiate=0)
+    return audit(program.update, *program.arguments, vocab_size=V, num_tokens=count, differentiate=())
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["on policy", "off policy"])
@@ -414,6 +428,19 @@ class TestBadInput:
         made.rl_cluster.actor_trainer.rl_metrics_to_log = {}
         with pytest.raises(ValueError, match="build the GRPOLearner first"):
             use_logitless(made.rl_cluster)
+
+    def test_a_learner_that_logs_more_than_the_loss_gives(self):
+        made = learner(tiny_policy())
+        made.rl_cluster.actor_trainer.rl_metrics_to_log |= {"pg_loss": np.mean}
+        with pytest.raises(NotImplementedError, match=r"does not give \(pg_loss\); supported is tunix"):
+            use_logitless(made)
+
+    @pytest.mark.parametrize(("name", "value"), [("policy_loss_fn", "mine"), ("loss_algo", "gspo")])
+    def test_a_loss_that_would_be_replaced_unseen(self, name, value):
+        config = GRPOConfig()
+        vars(config)[name] = value
+        with pytest.raises(NotImplementedError, match=f"{name}='{value}'"):
+            options_of_tunix(config, 8, has_reference=True)
 
     def test_options_without_their_loss(self, kept):
         with pytest.raises(ValueError, match="loss_options need loss="):

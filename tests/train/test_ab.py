@@ -1,18 +1,24 @@
 """An A/B in processes of its own: parity where the losses are equal, none where one is not, and a report."""
 
 import json
-from dataclasses import replace
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 
 pytest.importorskip("tunix", reason="google-tunix is not installed (pip install '.[train]')")
 
-from train_runs import FUSED, STOCK, small_run
+import yaml
+from train_runs import FUSED, SRC, STOCK, small_run, wait_for_updates
 
 from logitless.train import ab
 from logitless.train.ab_config import AbConfig
 from logitless.train.config import LossConfig
 from logitless.train.errors import TrainError
+from logitless.train.sinks import read_metrics
 
 WRONG = LossConfig(level="hidden", kl_coef=0.6, label="a divergence that weighs more")
 
@@ -39,6 +45,26 @@ def test_equal_losses_have_parity_and_a_wrong_one_has_none(tmp_path, capfd, monk
     assert ab.run_ab(good) == 0
     lines = (tmp_path / "results" / "small_ab.jsonl").read_text().splitlines()
     assert len(lines) == 2 and json.loads(lines[1])["verdict"]["passed"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_and_the_comparison_goes_on_from_it(tmp_path):
+    train = small_run("replaced", steps=40, checkpoint_every=40)
+    config = AbConfig("broken", [STOCK, FUSED], train, output=str(tmp_path / "runs"), results=str(tmp_path))
+    path = tmp_path / "ab.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
+    command = [sys.executable, "-m", "logitless", "ab", str(path)]
+    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    first = tmp_path / "runs" / "stock_seed0"
+    wait_for_updates(process, first, 5)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=300)
+    assert process.returncode == 130, words
+    done = len(read_metrics(first / "metrics.jsonl"))
+    assert f"stopped at update {done}, which is kept" in words and 5 <= done < 40
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    assert done.returncode == 0 and "resuming at update" in done.stderr, done.stderr
 
 
 def finished(train, place, timeout_s):

@@ -1,8 +1,11 @@
 """Verdicts: what counts as parity, and what does not."""
 
+import json
+
 import numpy as np
 import pytest
 
+from logitless.train.ab import strict_json
 from logitless.train.ab_config import AbConfig, ParityConfig
 from logitless.train.ab_report import page
 from logitless.train.compare import Run, compare
@@ -106,14 +109,37 @@ def test_free_rollouts_are_judged_by_the_spread_over_seeds():
 
 def test_a_wider_confidence_forgives_more():
     runs = spread_runs(reward=-0.06)
-    narrow, wide = (config(**FREE, parity=ParityConfig(confidence=c)) for c in (0.5, 0.9999))
+    narrow, wide = (config(**FREE, parity=ParityConfig(confidence=c, reward_margin=1.0)) for c in (0.5, 0.9999))
     assert not compare(narrow, runs).passed and compare(wide, runs).passed
 
 
-def test_the_page_says_what_failed_and_stands_alone():
-    runs = [run(FIRST, 0), run(SECOND, 0, loss=1.0)]
-    verdict = compare(config(), runs)
-    record = {
+def test_few_seeds_that_differ_much_do_not_excuse_another_reward():
+    rewards = (-0.4, 0.4)
+    runs = [run(FIRST, seed, reward=rewards[seed]) for seed in range(2)]
+    runs += [run(SECOND, 10 + seed, reward=rewards[seed] - 0.2) for seed in range(2)]
+    pair = {"rollouts": "free", "seeds": [0, 1]}
+    assert [what for what in failed(compare(config(**pair), runs)) if "reward" in what]
+    wide = config(**pair, parity=ParityConfig(reward_margin=1.0))
+    assert not [what for what in failed(compare(wide, runs)) if "reward" in what]
+
+
+def test_where_no_gradient_is_there_any_other_has_no_parity():
+    def pair(norm):
+        return compare(config(), [run(FIRST, 0, grad_norm=0.0), run(SECOND, 0, grad_norm=norm)])
+
+    assert pair(0.0).passed
+    assert "grad_norm" in failed(pair(1e-9))[0]
+
+
+def test_numbers_that_json_has_not_are_recorded_in_words():
+    runs = [run(FIRST, 0), run(SECOND, 0, loss=float("nan"))]
+    record = strict_json(recorded(runs, compare(config(), runs)))
+    assert json.loads(json.dumps(record, allow_nan=False))["verdict"]["checks"][0]["value"] == "inf"
+    assert ">inf<" in page(record)
+
+
+def recorded(runs, verdict):
+    return {
         "name": "a <b>",
         "date": "2026-01-01T00:00:00",
         "commit": "0" * 40,
@@ -126,7 +152,18 @@ def test_the_page_says_what_failed_and_stands_alone():
         "runs": [{"arm": r.arm, "seed": r.seed, "summary": r.summary, "metrics": r.metrics} for r in runs],
         "verdict": verdict.as_record(),
     }
-    text = page(record)
+
+
+def test_the_page_names_every_commit():
+    runs = [run(FIRST, 0), run(SECOND, 0)]
+    runs[1].summary["commits"] = [{"commit": "1" * 40, "dirty": True}]
+    assert "commit 0000000000 and 1111111111 with changes" in page(recorded(runs, compare(config(), runs)))
+
+
+def test_the_page_says_what_failed_and_stands_alone():
+    runs = [run(FIRST, 0), run(SECOND, 0, loss=1.0)]
+    verdict = compare(config(), runs)
+    text = page(recorded(runs, verdict))
     assert "A check failed." in text and "FAILED" in text and "a &lt;b&gt;" in text
     assert text.count("<svg") == 7
     outside = [part for part in text.split('"') if part.startswith(("http:", "https:")) and "w3.org" not in part]
@@ -141,6 +178,10 @@ def test_the_page_says_what_failed_and_stands_alone():
         ({"seeds": []}, "give at least one"),
         ({"seeds": [1, 1]}, "each once"),
         ({"rollouts": "free"}, "two or more seeds"),
+        ({"parity": ParityConfig(confidence=1.0)}, "must lie between 0 and 1"),
+        ({**FREE, "parity": ParityConfig(last_updates=0)}, "last_updates=0"),
+        ({"min_reward_rise": 0.1, "train": TrainConfig(steps=19)}, "train.steps=19 is too few"),
+        ({"arms": [*ARMS, LossConfig(level="stock", name="dapo", label="x")]}, "level=stock has grpo and gspo alone"),
     ],
 )
 def test_bad_configs(changes, message):

@@ -31,9 +31,33 @@ from logitless.train.errors import TrainError
         ({"model": ModelConfig(tiny=TinyModel(hidden_size=20, num_heads=4))}, "times an even number"),
         ({"data": DataConfig(terms=0)}, "data.terms=0"),
         ({"warm_start": WarmStartConfig(steps=0)}, "warm_start.steps=0"),
+        ({"warm_start": WarmStartConfig(steps=1, batch_size=0)}, "warm_start.batch_size=0"),
+        ({"warm_start": WarmStartConfig(steps=1, learning_rate=0.0)}, "warm_start.learning_rate=0.0"),
+        ({"model": ModelConfig(tiny=TinyModel(num_heads=0))}, "num_heads=0"),
+        ({"loss": LossConfig(level="stock", implementation="chunked")}, "loss.implementation has no meaning"),
+        ({"loss": LossConfig(level="logits", head="gather_head")}, "loss.head has no meaning for loss.level=logits"),
+        ({"loss": LossConfig(name="cispo", clip_low=0.1)}, "loss.clip_low has no meaning for loss.name=cispo"),
+        (
+            {"loss": LossConfig(name="sapo", options={"tau": 1.0})},
+            "loss.options.tau is no option of sapo",
+        ),
     ],
 )
 def test_bad_configs(changes, message):
     with pytest.raises(TrainError, match=message) as raised:
         TrainConfig(**changes)
     assert "\n" not in str(raised.value)
+
+
+def test_clip_ranges_are_the_presets_own_unless_given():
+    pytest.importorskip("tunix", reason="google-tunix is not installed (pip install '.[train]')")
+    from logitless.train.loss import grpo_config
+
+    def ranges(**loss):
+        made = grpo_config(TrainConfig(loss=LossConfig(**loss)))
+        return made.epsilon, vars(made)["epsilon_high"]
+
+    assert ranges(name="grpo") == (0.2, 0.2)
+    assert ranges(name="gspo") == ranges(name="gspo", level="stock") == (3e-4, 4e-4)
+    assert ranges(name="grpo", clip_low=0.3) == (0.3, 0.2)
+    assert ranges(name="gspo", clip_high=0.1) == (3e-4, 0.1)

@@ -1,12 +1,12 @@
 """Runs: their numbers, their end by force, and the same curve afterwards."""
 
+import importlib.metadata
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,17 +15,19 @@ import pytest
 pytest.importorskip("tunix", reason="google-tunix is not installed (pip install '.[train]')")
 
 import numpy as np
+import optax  # pyright: ignore[reportMissingImports]
 import yaml
-from train_runs import FUSED, STOCK, small_run
+from train_runs import FUSED, SRC, STOCK, small_run, wait_for_updates
 
 from logitless.integrations import tunix as adapter
 from logitless.train.ab import share_warm_start
-from logitless.train.config import LoraConfig, ModelConfig, RolloutConfig
+from logitless.train.config import LoraConfig, ModelConfig, RolloutConfig, TinyModel
 from logitless.train.errors import TrainError
+from logitless.train.models import add_lora, load_policy
 from logitless.train.run import run_train
+from logitless.train.session import check_free_space, make_mesh
 from logitless.train.sinks import read_metrics
 
-SRC = Path(__file__).parents[2] / "src"
 CURVE = ("loss", "reward/mean", "kl", "entropy", "grad_norm")
 
 
@@ -134,15 +136,6 @@ def start(config, folder):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def wait_for_updates(process, folder, count, seconds=300):
-    """Until the run has written so many updates."""
-    path, deadline = folder / "metrics.jsonl", time.monotonic() + seconds
-    while not (path.exists() and path.read_text().count("\n") >= count):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
 def test_a_run_that_was_stopped_ends_with_the_curve_of_an_unbroken_one(how, tmp_path):
@@ -211,6 +204,51 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     assert run_train(config) == 0
     assert run_train(small_run(tmp_path / "whole")) == 0
     assert_same_curve(curve(tmp_path / "run"), curve(tmp_path / "whole"))
+
+
+def test_of_a_model_with_adapters_the_adapters_alone_need_space(tmp_path, monkeypatch):
+    from flax import nnx  # pyright: ignore[reportMissingImports]
+
+    policy = load_policy(ModelConfig(tiny=TinyModel(vocab_size=40_000)), 0)
+    model = add_lora(policy.model, LoraConfig(rank=2), make_mesh({"fsdp": 1, "tp": 1}), 0)
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.LoRAParam)
+    # The head alone has 20 MB.
+    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    check_free_space(tmp_path, model, optimizer)
+    with pytest.raises(TrainError, match="a checkpoint needs"):
+        check_free_space(tmp_path, policy.model, nnx.Optimizer(policy.model, optax.adamw(1e-3), wrt=nnx.Param))
+
+
+def test_without_tunix_nothing_is_begun(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("logitless.integrations.versions.version", missing)
+    with pytest.raises(TrainError, match=r"logitless train: tunix is not installed: pip install 'logitless\[train\]'"):
+        run_train(small_run(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cut_recording_is_named(unbroken, tmp_path):
+    kept = shutil.copytree(unbroken / "rollouts", tmp_path / "rollouts")
+    first = kept / "step_000000.npz"
+    first.write_bytes(first.read_bytes()[:100])
+    share_warm_start(unbroken / "run", tmp_path / "run")
+    with pytest.raises(TrainError, match=r"replay_rollouts: cannot read .*step_000000\.npz"):
+        run_train(small_run(tmp_path / "run", replay_rollouts=str(kept)))
+
+
+def test_a_warm_start_that_was_copied_in_part_is_copied_anew(unbroken, tmp_path):
+    part = tmp_path / "run" / "warm_start.part"
+    part.mkdir(parents=True)
+    (part / "cut").touch()
+    share_warm_start(unbroken / "run", tmp_path / "run")
+
+    def names(folder):
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+    assert names(tmp_path / "run" / "warm_start") == names(unbroken / "run" / "warm_start") and not part.exists()
 
 
 def test_lora_and_a_warm_start_train(tmp_path):

@@ -1,6 +1,8 @@
 """Runs that take seconds: a model of a few thousand weights on sums."""
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 from logitless.train.config import (
     LossConfig,
@@ -12,6 +14,7 @@ from logitless.train.config import (
     WarmStartConfig,
 )
 
+SRC = Path(__file__).parents[2] / "src"
 SMALL = TinyModel(vocab_size=128, hidden_size=16, num_layers=1, num_heads=2, mlp_size=16)
 STOCK = LossConfig(level="stock", kl_coef=0.5)
 FUSED = LossConfig(level="hidden", kl_coef=0.5)
@@ -32,3 +35,12 @@ def small_run(output, **changes) -> TrainConfig:
         checkpoint_every=2,
     )
     return replace(config, **changes)
+
+
+def wait_for_updates(process, folder, count, seconds=300):
+    """Until the run has written so many updates."""
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + seconds
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.05)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from logitless._arrays import check_name
 from logitless.integrations.tunix_loss import (
+    METRICS,
     PRESETS,
     divergence_of_tunix,
     entropy_of_tunix,
@@ -167,8 +168,14 @@ def _cluster_of(target: Any) -> Any:
             "use_logitless: this RLCluster has no learner yet, which would replace the loss again; build the "
             "GRPOLearner first, then call use_logitless with it"
         )
-    if "kl" not in cluster.actor_trainer.rl_metrics_to_log:
+    logged = set(cluster.actor_trainer.rl_metrics_to_log)
+    if "kl" not in logged:
         raise NotImplementedError("use_logitless: only GRPO learners are supported; this cluster's learner logs no kl")
+    if logged - set(METRICS):
+        raise NotImplementedError(
+            "use_logitless: this learner logs what the loss does not give "
+            f"({', '.join(sorted(logged - set(METRICS)))}); supported is tunix.rl.grpo.grpo_learner.GRPOLearner"
+        )
     return cluster
 
 

@@ -1,6 +1,7 @@
 """Tunix's GRPO options as those of `policy_loss`, and the metrics that Tunix expects beside the loss."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.lax import stop_gradient
 
 from logitless.losses.aggregate import aggregate, ratio_or_zero
 from logitless.losses.policy import LossOutput, policy_loss
+from logitless.losses.policy_options import CommonOptions
 from logitless.losses.policy_presets import bnpo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss, luspo_loss
 from logitless.losses.policy_presets_soft import cispo_loss, sapo_loss, vespo_loss
 from logitless.losses.sequences import find_sequences
@@ -29,6 +31,20 @@ PRESETS: Mapping[str, Callable[..., LossOutput]] = {
 
 KL_OF_TUNIX = {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}
 
+METRICS = (
+    "kl",
+    "pg_clipfrac",
+    "ppo_kl",
+    "approx_kl",
+    "is_ratio/mean",
+    "is_ratio/min",
+    "is_ratio/max",
+    "entropy",
+)
+"""What the loss gives beside its value, by the names that Tunix logs."""
+
+RATIO_LEVELS = {"grpo": "token", "gspo-token": "sequence_token"}
+
 _AGGREGATIONS = {
     "token-mean": "token_mean",
     "sequence-mean-token-mean": "sequence_mean",
@@ -36,6 +52,13 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "sequence-mean-token-sum-norm": "sequence_sum",
 }
+
+
+def options_of_preset(name: str) -> tuple[str, ...]:
+    """Options that a loss of `PRESETS` takes beside log-probabilities, advantages and mask."""
+    preset = signature(PRESETS[name]).parameters
+    named = [key for key, one in preset.items() if one.kind is one.KEYWORD_ONLY]
+    return tuple(dict.fromkeys([*named, *CommonOptions.__annotations__]))
 
 
 def options_of_tunix(config: Any, max_completion_length: int, has_reference: bool) -> dict[str, Any]:
@@ -47,16 +70,27 @@ def options_of_tunix(config: Any, max_completion_length: int, has_reference: boo
         has_reference: whether reference log-probabilities are there; the divergence is logged then, whatever `beta`.
 
     Raises:
-        NotImplementedError: a mode that is not known here.
+        NotImplementedError: a mode or a loss that is not known here.
+        ValueError: `beta` without reference log-probabilities.
     """
     mode = config.loss_agg_mode
     if mode not in _AGGREGATIONS:
         raise NotImplementedError(
             f"use_logitless: loss_agg_mode={mode!r} is not known; known are {', '.join(map(repr, _AGGREGATIONS))}"
         )
+    own = getattr(config, "policy_loss_fn", "grpo")
+    if own != "grpo":
+        raise NotImplementedError(
+            f"use_logitless: policy_loss_fn={own!r} is a loss of your own, which would be replaced; give loss=, one of "
+            f"{', '.join(PRESETS)}"
+        )
+    if config.loss_algo not in RATIO_LEVELS:
+        raise NotImplementedError(
+            f"use_logitless: loss_algo={config.loss_algo!r} is not known; known are {', '.join(RATIO_LEVELS)}"
+        )
     options: dict[str, Any] = {
         "aggregation": _AGGREGATIONS[mode],
-        "ratio_level": "sequence_token" if config.loss_algo == "gspo-token" else "token",
+        "ratio_level": RATIO_LEVELS[config.loss_algo],
         "clip_low": config.epsilon,
         "clip_high": getattr(config, "epsilon_high", config.epsilon),
         "delta": getattr(config, "epsilon_c", None),

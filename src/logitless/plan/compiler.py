@@ -107,9 +107,12 @@ def versions(platform: str, python: str = sys.executable) -> dict[str, str]:
 
 @contextmanager
 def compiled(
-    program: Program, where: Topology, *, timeout_s: float, python: str = sys.executable
+    program: Program, where: Topology, *, timeout_s: float, python: str = sys.executable, schedules: bool = True
 ) -> Iterator[Compiled]:
     """Compiles a program in a child process; its files are gone when the context ends.
+
+    Without `schedules` those of its kernels are not written out, which for a whole training step takes minutes and
+    gigabytes: the compiler writes out all that it makes.
 
     Raises:
         ValueError: the compiler knows no such topology.
@@ -126,15 +129,15 @@ def compiled(
             "donate": list(program.donated),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        schedules = folder / "schedules" if program.has_kernels else None
-        answer = _ask(folder, _environment(where.chip.platform, folder, schedules), timeout_s, python)
+        written = folder / "schedules" if schedules and program.has_kernels else None
+        answer = _ask(folder, _environment(where.chip.platform, folder, written), timeout_s, python)
         if "error" in answer:
             if answer["while"] == "topology" and "INVALID_ARGUMENT" in answer["error"]:
                 said = " ".join(answer["error"].split())[:200]
                 raise ValueError(f"plan: the compiler knows no topology {where}; {where.chip.smallest} is one ({said})")
             raise _failure(answer["error"], answer["while"])
         hlo = (folder / "program.hlo").read_text(encoding="utf-8")
-        yield Compiled(answer["sizes"], answer["seconds"], hlo, schedules)
+        yield Compiled(answer["sizes"], answer["seconds"], hlo, written)
 
 
 def _environment(platform: str, folder: Path, schedules: Path | None) -> dict[str, str]:

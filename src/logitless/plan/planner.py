@@ -40,6 +40,7 @@ def plan_function(
     timeout_s: float = TIMEOUT_S,
     python: str | None = None,
     use_cache: bool = True,
+    schedules: bool = True,
     data_shares: Callable[[str, tuple[int, ...]], float | None] | None = None,
     axis_shares: Mapping[str, float] | None = None,
 ) -> ProgramPlan:
@@ -59,6 +60,8 @@ def plan_function(
         timeout_s: seconds that the compiler may take.
         python: interpreter of the environment that has the compiler; this one unless given.
         use_cache: keep answers in `$LOGITLESS_CACHE/plan`, and take them from there.
+        schedules: read the schedules of Mosaic kernels, without which a program that has any gets no time. The compiler
+            writes out those of all that it compiles: for a whole training step minutes, and gigabytes of scratch disk.
         data_shares: `(kernel, grid)` to the share of its steps in which the regions of a kernel run whose condition
             hangs on data, None where nobody knows; of two regions under a condition and its negation, the longer one.
             Without it they count in full.
@@ -89,10 +92,10 @@ def plan_function(
     except LoweringFailed as error:
         return ProgramPlan(str(place), False, str(error), place.chip.hbm_bytes, reserve_bytes)
     shares = dict(axis_shares or {})
-    entry = cache_dir() / "plan" / f"{_key(program, place, found, shares)}.json"
+    entry = cache_dir() / "plan" / f"{_key(program, place, found, shares, schedules)}.json"
     plan = _read(entry) if use_cache else None
     if plan is None:
-        plan, lasting = _compile(program, place, timeout_s, python or sys.executable, shares)
+        plan, lasting = _compile(program, place, timeout_s, python or sys.executable, shares, schedules)
         if use_cache and lasting:
             entry.parent.mkdir(parents=True, exist_ok=True)
             replace_file(entry, json.dumps(dataclasses.asdict(plan)).encode())
@@ -173,12 +176,12 @@ def _guess(plans: dict[int, ProgramPlan], low: int, high: int) -> int:
 
 
 def _compile(
-    program: Program, place: Topology, timeout_s: float, python: str, shares: Mapping[str, float]
+    program: Program, place: Topology, timeout_s: float, python: str, shares: Mapping[str, float], schedules: bool
 ) -> tuple[ProgramPlan, bool]:
     """The plan, and whether the same answer would come again."""
     empty = ProgramPlan(str(place), fits=False, reason=None, hbm_bytes=place.chip.hbm_bytes)
     try:
-        with compiled(program, place, timeout_s=timeout_s, python=python) as result:
+        with compiled(program, place, timeout_s=timeout_s, python=python, schedules=schedules) as result:
             return _plan_of(result, program, place, shares), True
     except CompileFailed as error:
         return dataclasses.replace(empty, reason=str(error), total_bytes=error.needed_bytes), error.lasting
@@ -203,6 +206,9 @@ def _plan_of(result: Compiled, program: Program, place: Topology, shares: Mappin
     sums = estimate(parse(result.hlo))
     bounds = "; ".join(dict.fromkeys(sums.bounded))
     notes = (*((f"loops over what may be skipped count in full ({bounds})",) if bounds else ()), *sums.unknown)
+    if sums.kernels and result.schedules is None:
+        notes = (*notes, "no time: the schedules of its kernels were not asked for")
+        return dataclasses.replace(plan, collective_bytes=sums.collective_bytes, notes=notes)
     try:
         kernels = tuple(_kernel(name, call, result, chip, shares) for name, call in sums.kernels.items())
     except ScheduleError as error:
@@ -288,7 +294,7 @@ def _with_reserve(plan: ProgramPlan, reserve_bytes: int) -> ProgramPlan:
     return dataclasses.replace(plan, fits=reason is None, reason=reason, reserve_bytes=reserve_bytes)
 
 
-def _key(program: Program, place: Topology, found: dict[str, str], shares: dict[str, float]) -> str:
+def _key(program: Program, place: Topology, found: dict[str, str], shares: dict[str, float], schedules: bool) -> str:
     parts = (
         program.identity,
         program.mesh,
@@ -296,6 +302,7 @@ def _key(program: Program, place: Topology, found: dict[str, str], shares: dict[
         dataclasses.asdict(place),
         found,
         shares,
+        schedules,
         _source(),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

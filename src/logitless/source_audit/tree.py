@@ -54,7 +54,7 @@ class SourceFile:
         return self.tree
 
     def lines(self) -> list[str]:
-        return read_text(self.full).splitlines()
+        return read_text(self.full).removesuffix("\n").split("\n")
 
 
 @dataclass

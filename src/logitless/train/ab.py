@@ -1,8 +1,9 @@
 """`logitless ab`: the same training with several losses, each in a process of its own, and what differs."""
 
 import json
-import os
+import math
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 
 from logitless._files import replace_file
-from logitless.bench.records import append_records, commit_of_package, results_folder
+from logitless.bench.records import append_records, results_folder
 from logitless.train.ab_config import AbConfig
 from logitless.train.ab_report import print_table, write_report
 from logitless.train.compare import Run, compare
@@ -39,14 +40,16 @@ def run_ab(config: AbConfig) -> int:
         raise TrainError(f"ab config: output={folder}: cannot be written: {error.strerror}") from error
     runs = [run_arm(config, folder, arm, seed) for seed in config.seeds for arm in config.arms]
     verdict = compare(config, runs)
+    commits = [commit for run in runs for commit in run.summary["commits"]]
     record = {
         "name": config.name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit_of_package(),
+        **commits[-1],
         "config": json.loads(json.dumps(asdict(config))),
         "runs": [{"arm": run.arm, "seed": run.seed, "summary": run.summary, "metrics": run.metrics} for run in runs],
         "verdict": verdict.as_record(),
     }
+    record = strict_json(record)
     append_records(results / f"{config.name}.jsonl", [record])
     report = write_report(record, folder / "report.html")
     print_table(record)
@@ -79,32 +82,48 @@ def run_arm(config: AbConfig, folder: Path, arm: LossConfig, seed: int) -> Run:
     return Run(arm.title, seed, summary, metrics)
 
 
+def strict_json(tree: Any) -> Any:
+    """The tree with `"nan"`, `"inf"` and `"-inf"` for the floats that JSON has no numbers for."""
+    if isinstance(tree, dict):
+        return {key: strict_json(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [strict_json(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
 def share_warm_start(first: Path, place: Path) -> None:
     """All arms go on from the very weights that the first one's warm start left."""
     source, target = first / "warm_start", place / "warm_start"
     if source.is_dir() and not target.exists():
-        shutil.copytree(source, target)
+        part = place / "warm_start.part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(source, part)
+        part.rename(target)
 
 
 def run_process(train: TrainConfig, place: Path, timeout_s: float) -> None:
-    """Runs `logitless train` and waits for it; Ctrl-C reaches it, so that it leaves a checkpoint.
+    """Runs `logitless train` and waits for it; Ctrl-C is handed on, so that it leaves a checkpoint.
 
     Raises:
         TrainError: it died, refused or ran out of time.
+        KeyboardInterrupt: Ctrl-C, after the run has ended.
     """
     place.mkdir(parents=True, exist_ok=True)
     path = place / "train.yaml"
     replace_file(path, yaml.safe_dump(json.loads(json.dumps(asdict(train))), sort_keys=False).encode())
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "logitless", "train", str(path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        assert process.stderr is not None
+    # In a session of its own, so that a terminal's Ctrl-C reaches it once, from here.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         timer = _Deadline(process, timeout_s)
+        before = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
         try:
             last = ""
+            assert process.stderr is not None
             for line in process.stderr:
                 sys.stderr.write(line)
                 last = line.strip() or last
         finally:
+            signal.signal(signal.SIGINT, before)
             timer.cancel()
     if timer.passed:
         raise TrainError(f"ab: {train.name}: not done within timeout_s={timeout_s:g}")
@@ -137,10 +156,3 @@ class _Deadline:
 def file_name(title: str) -> str:
     """A title as a part of a path."""
     return "".join(c if c.isalnum() or c in "-." else "_" for c in title)
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The last A/B of a record."""
-    from logitless.bench.records import read_records
-
-    return read_records(path)[-1]

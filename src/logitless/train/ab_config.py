@@ -1,10 +1,13 @@
 """What an A/B is: arms that differ in their loss section alone, and what counts as parity."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from logitless.train.config import LossConfig, TrainConfig
 from logitless.train.errors import TrainError
+
+RISE_UPDATES = 10
+"""Updates at each end whose mean reward is compared."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class ParityConfig:
         grad_norm_error: with shared rollouts: that of the gradient's norm, relative to the first arm's largest.
         confidence: with free rollouts: of the interval around the difference of the means over seeds (Welch's t), which
             must hold 0 for the loss, the reward and the divergence.
+        reward_margin: with free rollouts: a larger difference of the mean reward never passes, however seeds differ.
         last_updates: with free rollouts: the updates at the end whose mean is compared.
     """
 
@@ -24,6 +28,7 @@ class ParityConfig:
     kl_error: float = 1e-4
     grad_norm_error: float = 1e-3
     confidence: float = 0.99
+    reward_margin: float = 0.05
     last_updates: int = 10
 
 
@@ -71,3 +76,18 @@ class AbConfig:
             raise TrainError(f"ab config: seeds={self.seeds}; give at least one, each once")
         if self.rollouts == "free" and len(self.seeds) < 2:
             raise TrainError("ab config: rollouts=free measures by the spread over seeds: give two or more seeds")
+        if not 0 < self.parity.confidence < 1:
+            raise TrainError(f"ab config: parity.confidence={self.parity.confidence}; it must lie between 0 and 1")
+        if self.rollouts == "free" and not 1 <= self.parity.last_updates <= self.train.steps:
+            raise TrainError(
+                f"ab config: parity.last_updates={self.parity.last_updates}; it must lie between 1 and train.steps="
+                f"{self.train.steps}"
+            )
+        if self.min_reward_rise is not None and self.train.steps < 2 * RISE_UPDATES:
+            raise TrainError(
+                f"ab config: min_reward_rise compares the first {RISE_UPDATES} updates with the last {RISE_UPDATES}; "
+                f"train.steps={self.train.steps} is too few"
+            )
+        for arm in self.arms:
+            # Refused here, not after the first arm has run.
+            replace(self.train, loss=arm)

@@ -110,7 +110,7 @@ def print_table(record: Record) -> None:
     for check in record["verdict"]["checks"]:
         word = "ok    " if check["passed"] else "FAILED"
         console.print(
-            f"{word} {check['arm']}: {check['what']}: {check['value']:.4g} (bound {check['bound']:.4g})", markup=False
+            f"{word} {check['arm']}: {check['what']}: {_value(check)} (bound {check['bound']:.4g})", markup=False
         )
     console.print("verdict: " + ("passed" if record["verdict"]["passed"] else "FAILED"))
 
@@ -188,15 +188,21 @@ its own. Loss, divergence and reward: means of ten updates, over seeds ± their 
 
 def _check_row(check: Mapping[str, Any]) -> str:
     word, mark = ("passed", "pass") if check["passed"] else ("FAILED", "fail")
-    numbers = f"<td class=n>{check['value']:.4g}</td><td class=n>{check['bound']:.4g}</td>"
+    numbers = f"<td class=n>{_value(check)}</td><td class=n>{check['bound']:.4g}</td>"
     texts = f"<td>{html.escape(check['arm'])}</td><td>{html.escape(check['what'])}</td>"
     return f"<tr>{texts}{numbers}<td class={mark}>{word}</td></tr>"
+
+
+def _value(check: Mapping[str, Any]) -> str:
+    # A record has words for what JSON has no numbers for.
+    return f"{float(check['value']):.4g}"
 
 
 def circumstances(record: Record) -> str:
     """Where and how the runs were made, in one sentence or two."""
     summary, config = record["runs"][0]["summary"], record["config"]
-    commit = record["commit"][:10] + " with changes" * bool(record["dirty"])
+    commits = {_commit(one) for run in record["runs"] for one in run["summary"].get("commits", [record])}
+    commit = " and ".join(sorted(commits))
     train = config["train"]
     shared = (
         "All arms trained on the completions that the first one sampled, so the rewards are the same by construction."
@@ -210,6 +216,10 @@ def circumstances(record: Record) -> str:
         f"{summary['jax']}, Python {summary['python']}; commit {commit}, "
         f"{record['date'][:10]}. Nothing here was executed on a TPU or a GPU unless the device says so."
     )
+
+
+def _commit(one: Mapping[str, Any]) -> str:
+    return one["commit"][:10] + " with changes" * bool(one["dirty"])
 
 
 def config_text(record: Record) -> str:
@@ -285,7 +295,7 @@ def ab_markdown(records: Sequence[Record]) -> str:
     record = [one for one in records if "verdict" in one][-1]
     verdict = record["verdict"]
     word = "passed" if verdict["passed"] else "FAILED"
-    checks = "; ".join(f"{c['arm']}: {c['what']} {c['value']:.3g} (bound {c['bound']:.3g})" for c in verdict["checks"])
+    checks = "; ".join(f"{c['arm']}: {c['what']} {_value(c)} (bound {c['bound']:.3g})" for c in verdict["checks"])
     return f"{markdown(table(record))}\n\n{circumstances(record)} Verdict: {word}. {checks}.\n"
 
 

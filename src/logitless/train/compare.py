@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from logitless.train.ab_config import AbConfig
+from logitless.train.ab_config import RISE_UPDATES, AbConfig
 
 COMPARED = ("loss", "reward/mean", "kl")
 SETTLED = 5
 """Updates at the start whose time does not count: they compile."""
-
-END = 10
-"""Updates at each end whose mean reward is compared."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Check:
     passed: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """All checks, and the ratios to the first arm."""
 
@@ -85,7 +82,7 @@ def compare(config: AbConfig, runs: Sequence[Run]) -> Verdict:
         if arm.title == first:
             continue
         judge = _errors if config.rollouts == "shared" else _spread
-        verdict.checks += judge(config, arm.title, own, base)
+        verdict.checks.extend(judge(config, arm.title, own, base))
         if config.max_temp_ratio is not None:
             ratio = verdict.ratios[arm.title]["temp"]
             verdict.checks.append(
@@ -117,9 +114,10 @@ def ratios(own: Sequence[Run], base: Sequence[Run]) -> dict[str, float]:
 
 
 def _rise(arm: str, runs: Sequence[Run], needed: float) -> Check:
-    rises = [np.mean(run.series("reward/mean")[-END:]) - np.mean(run.series("reward/mean")[:END]) for run in runs]
-    rise = float(np.mean(rises))
-    return Check(arm, f"rise of the reward, last {END} updates over the first {END}", rise, needed, rise >= needed)
+    ends = RISE_UPDATES
+    rewards = [run.series("reward/mean") for run in runs]
+    rise = float(np.mean([np.mean(curve[-ends:]) - np.mean(curve[:ends]) for curve in rewards]))
+    return Check(arm, f"rise of the reward, last {ends} updates over the first {ends}", rise, needed, rise >= needed)
 
 
 def _errors(config: AbConfig, arm: str, own: Sequence[Run], base: Sequence[Run]) -> list[Check]:
@@ -136,8 +134,10 @@ def _errors(config: AbConfig, arm: str, own: Sequence[Run], base: Sequence[Run])
             ours, theirs = run.series(name), other.series(name)
             # A number that one arm has and the other lacks is no match.
             gap = np.where(np.isnan(ours) & np.isnan(theirs), 0.0, np.abs(ours - theirs))
-            scale = np.nanmax(np.abs(theirs)) if name == "grad_norm" else 1.0
-            error = float(np.max(gap)) / float(scale)
+            error = float(np.max(gap))
+            if error and name == "grad_norm":
+                scale = float(np.nanmax(np.abs(theirs)))
+                error = error / scale if scale else np.inf
             worst = max(worst, error) if np.isfinite(error) else np.inf
         words = "relative to its largest" if name == "grad_norm" else "in nats"
         checks.append(
@@ -165,6 +165,8 @@ def _spread(config: AbConfig, arm: str, own: Sequence[Run], base: Sequence[Run])
         else:
             interval = ttest_ind(ours, theirs, equal_var=False).confidence_interval(config.parity.confidence)
             bound = float(interval.high - interval.low) / 2
+        if name == "reward/mean":
+            bound = min(bound, config.parity.reward_margin)
         what = f"parity: difference of {name}, mean of the last {last} updates, against the spread over seeds"
         checks.append(Check(arm, what, gap, bound, abs(gap) <= bound))
     return checks

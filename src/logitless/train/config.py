@@ -218,7 +218,7 @@ class TrainConfig:
         model: the policy.
         data: the prompts.
         rewards: `last_number` (1 where the last number of the completion is the answer), `format` (0.1 for a completion
-            that ends by itself, in `#### ` and a number), or both, added up.
+            that ends in `#### ` and a number), or both, added up.
         loss: the policy loss.
         rollout: how completions are sampled.
         optimizer: of the policy.
@@ -226,7 +226,7 @@ class TrainConfig:
         steps: updates of the policy.
         seed: of weights, data and sampling.
         mesh: devices along each axis; `fsdp` shards batch and weights, `tp` the width of the layers.
-        checkpoint_every: updates between checkpoints; 0 for none but the last.
+        checkpoint_every: updates between checkpoints; 0 for none but the first and the last.
         log: where numbers go.
         record_rollouts: a folder to which every batch of completions is written.
         replay_rollouts: such a folder: completions are read from it, none are sampled.
@@ -271,18 +271,42 @@ def _check(config: TrainConfig) -> None:
         )
     if not config.rewards:
         raise TrainError("train config: rewards is empty; give at least one of last_number, format")
-    if loss.level == "stock" and (loss.name not in ("grpo", "gspo") or loss.options):
-        raise TrainError(f"train config: loss.level=stock has grpo and gspo alone, without options; got {loss.name}")
+    _check_loss(loss)
     if config.record_rollouts and config.replay_rollouts:
         raise TrainError("train config: record_rollouts and replay_rollouts exclude each other")
     if set(config.mesh) - {"fsdp", "tp"} or any(size < 1 for size in config.mesh.values()):
         raise TrainError(f"train config: mesh={config.mesh}; it must map fsdp and tp to 1 or more devices each")
     tiny = config.model.tiny
+    if tiny.num_heads < 1:
+        raise TrainError(f"train config: model.tiny.num_heads={tiny.num_heads}; it must be at least 1")
     if tiny.hidden_size % tiny.num_heads or (tiny.hidden_size // tiny.num_heads) % 2:
         raise TrainError(
             f"train config: model.tiny.hidden_size={tiny.hidden_size} must be num_heads={tiny.num_heads} times an even "
             "number"
         )
+
+
+def _check_loss(loss: LossConfig) -> None:
+    if loss.level == "stock" and (loss.name not in ("grpo", "gspo") or loss.options):
+        raise TrainError(f"train config: loss.level=stock has grpo and gspo alone, without options; got {loss.name}")
+    fresh = LossConfig()
+    idle = {"stock": ("implementation", "block_sizes", "head"), "logits": ("head",), "hidden": ()}[loss.level]
+    for name in idle:
+        if getattr(loss, name) != getattr(fresh, name):
+            raise TrainError(f"train config: loss.{name} has no meaning for loss.level={loss.level}")
+    for name in ("clip_low", "clip_high"):
+        if getattr(loss, name) is not None and loss.name not in CLIPPED:
+            raise TrainError(f"train config: loss.{name} has no meaning for loss.name={loss.name}")
+    if loss.options:
+        # JAX is imported only where it is needed.
+        from logitless.integrations.tunix_loss import options_of_preset
+
+        known = options_of_preset(loss.name)
+        for name in loss.options:
+            if name not in known:
+                raise TrainError(
+                    f"train config: loss.options.{name} is no option of {loss.name}; known are {', '.join(known)}"
+                )
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -296,12 +320,16 @@ def _check_numbers(config: TrainConfig) -> None:
         "rollout.updates_per_rollout": (rollout.updates_per_rollout, 1),
         "data.terms": (config.data.terms, 1),
         "data.digits": (config.data.digits, 1),
-        "warm_start.steps": (config.warm_start.steps if config.warm_start else 1, 1),
     }
+    warm = config.warm_start
+    if warm is not None:
+        least |= {"warm_start.steps": (warm.steps, 1), "warm_start.batch_size": (warm.batch_size, 1)}
     for key, (value, smallest) in least.items():
         if value < smallest:
             raise TrainError(f"train config: {key}={value}; it must be at least {smallest}")
     positive = {"rollout.temperature": rollout.temperature, "optimizer.learning_rate": config.optimizer.learning_rate}
+    if warm is not None:
+        positive["warm_start.learning_rate"] = warm.learning_rate
     for key, value in positive.items():
         if not (value > 0 and math.isfinite(value)):
             raise TrainError(f"train config: {key}={value}; it must be above 0")

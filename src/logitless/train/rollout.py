@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -103,7 +104,7 @@ def read_batch(folder: Path, step: int, prompts: Sequence[str], tokenizer: Any, 
     try:
         with np.load(path) as arrays:
             kept, lengths, flat = arrays["prompts"].tolist(), arrays["lengths"], arrays["tokens"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise TrainError(f"replay_rollouts: cannot read {path}: {error}") from error
     if kept != list(prompts):
         raise TrainError(

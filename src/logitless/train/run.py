@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from logitless._files import replace_file
+from logitless.integrations.tunix import TRIED
+from logitless.integrations.versions import require
 from logitless.train.config import TrainConfig
 from logitless.train.errors import TrainError
 
@@ -23,6 +25,7 @@ def run_train(config: TrainConfig) -> int:
     # Tunix's own bars would be drawn over ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    require_tunix("logitless train")
     folder = Path(config.output)
     claim_folder(config, folder)
     from logitless.train.session import Session
@@ -30,6 +33,16 @@ def run_train(config: TrainConfig) -> int:
     with Session(config, folder) as session:
         session.train()
         return 130 if session.stopped else 0
+
+
+def require_tunix(asked_by: str) -> None:
+    """Raises TrainError where Tunix is missing, or another version of it there."""
+    try:
+        require("google-tunix", TRIED, module="tunix", asked_by=asked_by)
+    except ImportError:
+        raise TrainError(f"{asked_by}: tunix is not installed: pip install 'logitless[train]'") from None
+    except NotImplementedError as error:
+        raise TrainError(str(error)) from None
 
 
 def claim_folder(config: TrainConfig, folder: Path) -> None:

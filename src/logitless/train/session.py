@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from flax import nnx  # pyright: ignore[reportMissingImports] - of the train ext
 from tunix.rl import rl_cluster as tunix  # pyright: ignore[reportMissingImports] - of the train extra
 from tunix.rl.grpo.grpo_learner import GRPOLearner  # pyright: ignore[reportMissingImports]
 from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
+from tunix.sft.utils import is_lora_enabled  # pyright: ignore[reportMissingImports] - of the train extra
 
 from logitless._files import replace_file
+from logitless.bench.records import commit_of_package
 from logitless.train.config import OptimizerConfig, TrainConfig
 from logitless.train.data import Problems
 from logitless.train.errors import TrainError
@@ -51,8 +54,17 @@ class Session:
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder, self.stopped = config, folder, False
-        self.progress = Progress(config.name, config.steps)
+        self.commits = commits_of_run(folder)
         self.mesh = make_mesh(config.mesh)
+        self.progress = Progress(config.name, config.steps)
+        with ExitStack() as undo:
+            # Nobody leaves a context that was never entered.
+            undo.callback(self.progress.close)
+            self._prepare()
+            undo.pop_all()
+
+    def _prepare(self) -> None:
+        config, folder = self.config, self.folder
         policy = load_policy(config.model, config.seed, self.mesh)
         self.problems = Problems(config.data, config.seed)
         self.template = template_of(config, policy)
@@ -130,6 +142,7 @@ class Session:
         device = jax.devices()[0]
         return {
             "name": self.config.name,
+            "commits": self.commits,
             "loss": asdict(self.config.loss) | {"title": self.config.loss.title},
             "memory": self._memory,
             "tokens_per_step": self.config.tokens_per_step,
@@ -285,9 +298,22 @@ class _Checkpoints:
         self._manager.close()
 
 
+def commits_of_run(folder: Path) -> list[dict[str, Any]]:
+    """Commits of this package that a run was made with, oldest first: more than one where it was resumed by another."""
+    path = folder / "commits.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    now = commit_of_package()
+    if now not in known:
+        known.append(now)
+        replace_file(path, json.dumps(known, indent=1).encode())
+    return known
+
+
 def check_free_space(folder: Path, model: Any, optimizer: Any) -> None:
     """Raises TrainError where a checkpoint would not fit, before any of it is written."""
-    leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer, nnx.optimizer.OptState)))
+    # As Tunix saves them: of a model with adapters, the adapters alone.
+    kept = nnx.state(model, nnx.LoRAParam) if is_lora_enabled(model) else nnx.state(model)
+    leaves = jax.tree.leaves((kept, nnx.state(optimizer, nnx.optimizer.OptState)))
     needed = int(sum(x.nbytes for x in leaves) * FREE_FACTOR)
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -16,20 +16,15 @@ class StepProgram:
     """An update.
 
     Args:
-        loss: `(trained parameters, other state, batch) -> loss`: what `audit` differentiates.
-        update: `(trained parameters, other state, optimiser state, batch) -> (the first and third anew, loss)`.
+        update: `(trained parameters, other state, optimiser state, batch) -> (the first and third anew, loss, what is
+            logged beside it, the gradient's norm)`.
         arguments: shapes of the four arguments of `update`.
+        donated: places of those whose memory the results may take: Tunix gives away the optimiser's alone.
     """
 
-    loss: Callable[..., Any]
     update: Callable[..., Any]
     arguments: tuple[Any, Any, Any, Any]
-
-    @property
-    def of_loss(self) -> tuple[Any, Any, Any]:
-        """Shapes of the arguments of `loss`."""
-        trained, rest, _, batch = self.arguments
-        return trained, rest, batch
+    donated: tuple[int, ...] = (2,)
 
 
 def step_program(trainer: Any, batch: Any) -> StepProgram:
@@ -39,6 +34,7 @@ def step_program(trainer: Any, batch: Any) -> StepProgram:
         trainer: a `PeftTrainer`, with the loss it trains with.
         batch: an example of its batches, or their shapes.
     """
+    import optax  # pyright: ignore[reportMissingImports] - of the train extra
     from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
     from tunix.sft.utils import is_lora_enabled  # pyright: ignore[reportMissingImports] - of the train extra
 
@@ -49,16 +45,17 @@ def step_program(trainer: Any, batch: Any) -> StepProgram:
     def loss(trained: Any, rest: Any, batch: Any) -> Any:
         model = nnx.merge(graph, trained, rest)
         out = trainer.loss_fn(model, **trainer.gen_model_input_fn(batch))
-        return out[0] if trainer._has_aux else out
+        return out if trainer._has_aux else (out, None)
 
-    def update(trained: Any, rest: Any, optimizer: Any, batch: Any) -> tuple[Any, Any, Any]:
-        value, gradients = jax.value_and_grad(loss)(trained, rest, batch)
+    def update(trained: Any, rest: Any, optimizer: Any, batch: Any) -> tuple[Any, ...]:
+        (value, logged), gradients = jax.value_and_grad(loss, has_aux=True)(trained, rest, batch)
         pure = nnx.to_pure_dict(trained), nnx.to_pure_dict(gradients)
         changes, optimizer = transformation.update(pure[1], optimizer, pure[0])
-        return jax.tree.map(lambda p, c: p + c.astype(p.dtype), pure[0], changes), optimizer, value
+        anew = jax.tree.map(lambda p, c: p + c.astype(p.dtype), pure[0], changes)
+        return anew, optimizer, value, logged, optax.global_norm(pure[1])
 
     fresh = jax.eval_shape(transformation.init, shapes(nnx.to_pure_dict(trained)))
-    return StepProgram(loss, update, (shapes(trained), shapes(rest), fresh, shapes(batch)))
+    return StepProgram(update, (shapes(trained), shapes(rest), fresh, shapes(batch)))
 
 
 def grpo_batch(config: TrainConfig) -> Any:
@@ -96,7 +93,7 @@ def shapes(tree: Any) -> Any:
 
 def step_memory(program: StepProgram) -> dict[str, int]:
     """Bytes of the compiled update on one device, as its compiler lays them out: exact, nothing is run."""
-    compiled = jax.jit(program.update, donate_argnums=(0, 2)).lower(*program.arguments).compile()
+    compiled = jax.jit(program.update, donate_argnums=program.donated).lower(*program.arguments).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None, "this backend reports no memory of a compiled program"
     return {

@@ -21,6 +21,7 @@ from logitless.train.config import TinyModel, TrainConfig
 from logitless.train.errors import TrainError
 from logitless.train.loss import grpo_config, install_loss
 from logitless.train.models import qwen2_config, sizes_of_tiny
+from logitless.train.run import require_tunix
 from logitless.train.step import StepProgram, grpo_batch, step_program
 
 PAD, END = 151_643, 151_645
@@ -36,6 +37,7 @@ def run_plan_ab(config: AbConfig) -> int:
     Raises:
         TrainError: no topology in the config, a model whose sizes are not known without its files.
     """
+    require_tunix("logitless ab plan")
     if config.topology is None:
         raise TrainError("ab plan: the config names no topology, such as v6e:2x4")
     results = results_folder(config.results)
@@ -52,7 +54,12 @@ def run_plan_ab(config: AbConfig) -> int:
         program = abstract_program(train)
         with constraints_of_a_tpu(abstract_mesh(train)):
             plan = plan_function(
-                program.update, program.arguments, config.topology, donate_argnums=(0, 2), timeout_s=config.timeout_s
+                program.update,
+                program.arguments,
+                config.topology,
+                donate_argnums=program.donated,
+                timeout_s=config.timeout_s,
+                schedules=False,
             )
         record = head | {"topology": config.topology, "arm": arm.title, "executed": False, "train": asdict(train)}
         records.append(record | {"plan": {name: getattr(plan, name) for name in RECORDED}})
@@ -121,7 +128,7 @@ def abstract_program(config: TrainConfig) -> StepProgram:
     )
     rows = jax.tree.map(lambda x: laid(x, P("fsdp")), batch)
     others = jax.tree.map(lambda x: laid(x, P()), rest)
-    return StepProgram(program.loss, program.update, (weights, others, moments, rows))
+    return StepProgram(program.update, (weights, others, moments, rows))
 
 
 def sizes_of(config: TrainConfig) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from tunix.sft import peft_trainer  # pyright: ignore[reportMissingImports] - of
 from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask  # pyright: ignore[reportMissingImports]
 
 from logitless.integrations.tunix import use_logitless
-from logitless.train.config import TrainConfig, WarmStartConfig
+from logitless.train.config import LossConfig, TrainConfig, WarmStartConfig
 from logitless.train.data import Problem, Problems
 from logitless.train.errors import TrainError
+from logitless.train.loss import sharding_of
 from logitless.train.models import Policy
 
 
@@ -42,7 +43,8 @@ def warm_start(
         ),
     )
     implementation = config.loss.implementation if config.loss.level == "hidden" else "auto"
-    use_logitless(trainer, implementation=implementation)
+    sharding = sharding_of(LossConfig(head=config.loss.head), mesh)
+    use_logitless(trainer, implementation=implementation, sharding=sharding)
     trainer.with_gen_model_input_fn(model_inputs)
     width = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
 
