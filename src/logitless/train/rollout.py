@@ -102,7 +102,8 @@ def read_batch(folder: Path, step: int, prompts: Sequence[str], tokenizer: Any, 
     """
     path = batch_path(folder, step)
     try:
-        with np.load(path) as arrays:
+        # Opened here: of a cut archive numpy leaves the file open.
+        with path.open("rb") as file, np.load(file) as arrays:
             kept, lengths, flat = arrays["prompts"].tolist(), arrays["lengths"], arrays["tokens"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise TrainError(f"replay_rollouts: cannot read {path}: {error}") from error
