@@ -60,7 +60,18 @@ def test_equal_curves_have_parity():
 def test_one_number_beyond_its_bound_is_no_parity(change, what):
     verdict = compare(config(), [run(FIRST, 0), run(SECOND, 0, **change)])
     assert not verdict.passed and verdict.parity == {SECOND: False}
-    assert len(failed(verdict)) == 1 and f"error of {what}" in failed(verdict)[0]
+    assert f"error of {what} in the first 10" in failed(verdict)[0]
+    assert all(f"error of {what}" in one for one in failed(verdict))
+
+
+def test_rounding_may_grow_and_no_more():
+    def pair(step, error):
+        late = run(SECOND, 0)
+        late.metrics[step - 1]["loss"] += error
+        return failed(compare(config(), [run(FIRST, 0), late]))
+
+    assert not pair(11, 9e-5) and "a later update" in pair(11, 1.1e-4)[0]
+    assert not pair(10, 9e-7) and "the first 10 updates" in pair(10, 1.1e-6)[0]
 
 
 def test_a_single_wrong_update_is_enough():
@@ -178,6 +189,7 @@ def test_the_page_says_what_failed_and_stands_alone():
         ({"seeds": []}, "give at least one"),
         ({"seeds": [1, 1]}, "each once"),
         ({"rollouts": "free"}, "two or more seeds"),
+        ({"parity": ParityConfig(early_updates=0)}, "early_updates=0"),
         ({"parity": ParityConfig(confidence=1.0)}, "must lie between 0 and 1"),
         ({**FREE, "parity": ParityConfig(last_updates=0)}, "last_updates=0"),
         ({"min_reward_rise": 0.1, "train": TrainConfig(steps=19)}, "train.steps=19 is too few"),

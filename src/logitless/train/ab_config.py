@@ -15,18 +15,23 @@ class ParityConfig:
     """When an arm counts as equal to the first.
 
     Args:
-        loss_error: with shared rollouts: the largest difference of the loss of one update, in nats.
+        loss_error: with shared rollouts: the largest difference of the loss of one of the first updates, in nats.
         kl_error: with shared rollouts: that of the divergence to the reference, in nats.
         grad_norm_error: with shared rollouts: that of the gradient's norm, relative to the first arm's largest.
+        early_updates: with shared rollouts: how many updates count as the first.
+        later_factor: with shared rollouts: later updates may differ by so many times as much. Each update hands its
+            rounding on to the next: stock Tunix against itself, run twice on several threads, drifts as far.
         confidence: with free rollouts: of the interval around the difference of the means over seeds (Welch's t), which
             must hold 0 for the loss, the reward and the divergence.
         reward_margin: with free rollouts: a larger difference of the mean reward never passes, however seeds differ.
         last_updates: with free rollouts: the updates at the end whose mean is compared.
     """
 
-    loss_error: float = 1e-5
-    kl_error: float = 1e-4
-    grad_norm_error: float = 1e-3
+    loss_error: float = 1e-6
+    kl_error: float = 1e-5
+    grad_norm_error: float = 1e-4
+    early_updates: int = 10
+    later_factor: float = 100.0
     confidence: float = 0.99
     reward_margin: float = 0.05
     last_updates: int = 10
@@ -76,6 +81,8 @@ class AbConfig:
             raise TrainError(f"ab config: seeds={self.seeds}; give at least one, each once")
         if self.rollouts == "free" and len(self.seeds) < 2:
             raise TrainError("ab config: rollouts=free measures by the spread over seeds: give two or more seeds")
+        if self.parity.early_updates < 1:
+            raise TrainError(f"ab config: parity.early_updates={self.parity.early_updates}; it must be at least 1")
         if not 0 < self.parity.confidence < 1:
             raise TrainError(f"ab config: parity.confidence={self.parity.confidence}; it must lie between 0 and 1")
         if self.rollouts == "free" and not 1 <= self.parity.last_updates <= self.train.steps:

@@ -121,29 +121,32 @@ def _rise(arm: str, runs: Sequence[Run], needed: float) -> Check:
 
 
 def _errors(config: AbConfig, arm: str, own: Sequence[Run], base: Sequence[Run]) -> list[Check]:
-    """The largest error of any update: all arms trained on the same completions."""
-    bounds = {
-        "loss": config.parity.loss_error,
-        "kl": config.parity.kl_error,
-        "grad_norm": config.parity.grad_norm_error,
-    }
+    """The largest error of any update, early and late: all arms trained on the same completions."""
+    parity = config.parity
+    bounds = {"loss": parity.loss_error, "kl": parity.kl_error, "grad_norm": parity.grad_norm_error}
+    early = parity.early_updates
+    spans = [(f"the first {early} updates", slice(early), 1.0)]
+    if config.train.steps > early:
+        spans.append(("a later update", slice(early, None), parity.later_factor))
     checks = []
     for name, bound in bounds.items():
-        worst = 0.0
-        for run, other in zip(own, base, strict=True):
-            ours, theirs = run.series(name), other.series(name)
-            # A number that one arm has and the other lacks is no match.
-            gap = np.where(np.isnan(ours) & np.isnan(theirs), 0.0, np.abs(ours - theirs))
-            error = float(np.max(gap))
-            if error and name == "grad_norm":
-                scale = float(np.nanmax(np.abs(theirs)))
-                error = error / scale if scale else np.inf
-            worst = max(worst, error) if np.isfinite(error) else np.inf
         words = "relative to its largest" if name == "grad_norm" else "in nats"
-        checks.append(
-            Check(arm, f"parity: largest error of {name} in an update, {words}", worst, bound, worst <= bound)
-        )
+        for when, span, factor in spans:
+            worst = max(_largest_error(name, run, other, span) for run, other in zip(own, base, strict=True))
+            what = f"parity: largest error of {name} in {when}, {words}"
+            checks.append(Check(arm, what, worst, bound * factor, worst <= bound * factor))
     return checks
+
+
+def _largest_error(name: str, run: Run, other: Run, span: slice) -> float:
+    ours, theirs = run.series(name), other.series(name)
+    # A number that one arm has and the other lacks is no match.
+    gap = np.where(np.isnan(ours) & np.isnan(theirs), 0.0, np.abs(ours - theirs))[span]
+    error = float(np.max(gap, initial=0.0))
+    if error and name == "grad_norm":
+        scale = float(np.nanmax(np.abs(theirs)))
+        error = error / scale if scale else np.inf
+    return error if np.isfinite(error) else np.inf
 
 
 def _spread(config: AbConfig, arm: str, own: Sequence[Run], base: Sequence[Run]) -> list[Check]:
