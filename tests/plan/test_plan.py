@@ -195,6 +195,9 @@ def test_a_kernel_is_planned_by_its_schedule_and_one_that_takes_too_much_vmem_is
     # Each row is read once and written once: bound by its copies.
     assert one.dma_ms == pytest.approx(2 * 131_072 * 512 * 4 / 1.64e12 * 1e3)
     assert plan.expected_ms > one.dma_ms > one.schedule_ms / 2
+    memory = plan_function(lambda x: run(x, 256), (x,), "v6e", schedules=False)
+    assert memory.total_bytes == plan.total_bytes and memory.expected_ms is None and not memory.kernels
+    assert "the schedules of its kernels were not asked for" in memory.notes[-1]
     large = plan_function(lambda x: run(x, 32_768), (x,), "v6e")
     assert not large.fits and "vmem" in large.reason.lower() and "\n" not in large.reason
 

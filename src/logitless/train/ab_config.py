@@ -19,8 +19,8 @@ class ParityConfig:
         kl_error: with shared rollouts: that of the divergence to the reference, in nats.
         grad_norm_error: with shared rollouts: that of the gradient's norm, relative to the first arm's largest.
         early_updates: with shared rollouts: how many updates count as the first.
-        later_factor: with shared rollouts: later updates may differ by so many times as much, for each hands its rounding
-            on to the next.
+        later_factor: with shared rollouts: later updates may differ by so many times as much, for each hands its
+            rounding on to the next.
         confidence: with free rollouts: of the interval around the difference of the means over seeds (Welch's t), which
             must hold 0 for the loss, the reward and the divergence.
         reward_margin: with free rollouts: a larger difference of the mean reward never passes, however seeds differ.
