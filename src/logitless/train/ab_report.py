@@ -253,6 +253,8 @@ def plot(record: Record, name: str, label: str, start: int | None) -> str:
 
 def draw(axes: Any, record: Record, name: str, label: str, start: int | None) -> None:
     """A line for the mean over seeds of each arm, a band from the least seed to the largest."""
+    from matplotlib.ticker import MaxNLocator
+
     drawn = 0
     for color, arm in zip(_colors(record), arms_of(record), strict=True):
         values = series(record, arm, name)
@@ -272,6 +274,7 @@ def draw(axes: Any, record: Record, name: str, label: str, start: int | None) ->
         axes.legend(fontsize=8)
     axes.set_title(label, fontsize=10)
     axes.set_xlabel("update", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=True, alpha=0.3)
 
 
