@@ -1,8 +1,10 @@
 """Where files are kept, and how they are replaced whole."""
 
+import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 
 def cache_dir() -> Path:
@@ -22,3 +24,25 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_json_lines(path: Path, failed: type[ValueError], *, cut_end: bool = False) -> list[Any]:
+    """One value for each line of a file.
+
+    Args:
+        path: the file.
+        failed: what is raised where it cannot be read, or a line is no JSON.
+        cut_end: a last line that is no JSON was cut by a crash, and does not count.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise failed(f"cannot read {path}: {error.strerror}") from error
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if not (cut_end and number == len(lines)):
+                raise failed(f"{path}, line {number}: no JSON ({error.msg})") from error
+    return values

@@ -68,7 +68,7 @@ def _expected(hidden: np.ndarray, head: np.ndarray, bias: np.ndarray, labels: np
     return loss(hidden, head, bias), gradients
 
 
-def _same(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-8) -> None:
+def assert_same(actual: Any, expected: Any, rtol: float = 1e-7, atol: float = 1e-8) -> None:
     assert_close(actual[0], expected[0], rtol=min(rtol, 1e-10) if rtol == 1e-7 else rtol, atol=atol, what="loss")
     for name, one, two in zip(("d_hidden", "d_lm_head", "d_bias"), actual[1], expected[1], strict=False):
         assert_close(one, two, rtol=rtol, atol=atol, what=name)
@@ -86,7 +86,7 @@ def test_linear_options_and_reductions(x64, option, implementation, layout):
             weigh=weigh, implementation=implementation, **options,
         )  # fmt: skip
         labels = IGNORED if option != "ignore a real token" else LABELS
-        _same(actual, _expected(HIDDEN, HEAD, BIAS, labels, weigh, **options))
+        assert_same(actual, _expected(HIDDEN, HEAD, BIAS, labels, weigh, **options))
 
 
 @pytest.mark.parametrize("implementation", LOGITS_HERE)
@@ -185,7 +185,7 @@ def test_no_value_depends_on_a_block_size(x64, sizes, ignored):
             HIDDEN, HEAD, labels, bias=BIAS, weigh=weigh, implementation="chunked", block_sizes=blocks,
             reduction=reduction, **options,
         )  # fmt: skip
-        _same(actual, _expected(HIDDEN, HEAD, BIAS, labels, weigh, reduction=reduction, **options))
+        assert_same(actual, _expected(HIDDEN, HEAD, BIAS, labels, weigh, reduction=reduction, **options))
 
 
 def test_token_losses_have_the_shape_of_the_labels(x64):
@@ -233,7 +233,7 @@ def test_strided_inputs_equal_contiguous_ones(x64):
     h, w = F["hidden"][:, ::2], np.asfortranarray(HEAD)[::-1]
     one = _linear(h, w, labels, label_smoothing=0.1)
     two = _linear(h.copy(), np.ascontiguousarray(w), labels.copy(), label_smoothing=0.1)
-    _same(one, two, rtol=0.0, atol=0.0)
+    assert_same(one, two, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("implementation", HERE)
@@ -279,7 +279,7 @@ def test_odd_sizes(x64, n, v, d, implementation):
     h, w, b, labels = rng.normal(size=(n, d)), rng.normal(size=(v, d)), rng.normal(size=v), rng.integers(0, v, n)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.02}
     actual = _linear(h, w, labels, bias=b, implementation=implementation, **options)
-    _same(actual, _expected(h, w, b, labels, None, **options))
+    assert_same(actual, _expected(h, w, b, labels, None, **options))
 
 
 def test_support_after_top_p(dtype):
@@ -301,7 +301,7 @@ def test_ignored_tokens_may_hold_anything(x64, implementation):
     h[1], weights[1] = np.nan, np.nan
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.02, "implementation": implementation}
     actual = _linear(h, HEAD, IGNORED, bias=BIAS, weights=weights, **options)
-    _same(actual, _linear(HIDDEN, HEAD, IGNORED, bias=BIAS, weights=WEIGHTS, **options), rtol=0.0, atol=0.0)
+    assert_same(actual, _linear(HIDDEN, HEAD, IGNORED, bias=BIAS, weights=WEIGHTS, **options), rtol=0.0, atol=0.0)
 
 
 def test_weights_that_sum_to_zero(x64):
@@ -327,7 +327,7 @@ def test_any_batch_equals_the_oracle(seed, bits, smoothing):
     options = {"label_smoothing": smoothing, "z_loss": 0.02, "weights": rng.random(6) + 0.1}
     with jax.enable_x64(True):
         actual = _linear(h, w, labels, bias=b, **options)
-    _same(actual, _expected(h, w, b, labels, None, **options), rtol=1e-6, atol=1e-7)
+    assert_same(actual, _expected(h, w, b, labels, None, **options), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def program(layouts: tuple[str, str], kind: str, option: str, implementation: st
     return both
 
 
-def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: str, seeds: int = 2) -> None:
+def assert_all_in_budget(
+    size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: str, seeds: int = 2
+) -> None:
     for seed in range(seeds):
         n, d, v = size
         problem = pair(n, d, v, dtype, seed)
@@ -159,7 +161,7 @@ def check(size: Any, dtype: str, layouts: Any, kind: str, option: str, blocks: s
     ],
 )
 def test_options_and_layouts_stay_in_budget(dtype, layouts, option, kind):
-    check((37, 24, 301), dtype, layouts, kind, option, "ragged blocks")
+    assert_all_in_budget((37, 24, 301), dtype, layouts, kind, option, "ragged blocks")
 
 
 @jsd_and_others
@@ -168,7 +170,7 @@ def test_options_and_layouts_stay_in_budget(dtype, layouts, option, kind):
     [*[(size, "ragged blocks") for size in SIZES], *[("nothing divides", b) for b in BLOCKS if b != "ragged blocks"]],
 )
 def test_sizes_and_blocks_stay_in_budget(size, blocks, kind):
-    check(SIZES[size], "float32", ("DV", "DV"), kind, "all", blocks, seeds=1)
+    assert_all_in_budget(SIZES[size], "float32", ("DV", "DV"), kind, "all", blocks, seeds=1)
 
 
 @every_kind

@@ -61,7 +61,9 @@ def _own_options(loss: Any) -> set[str]:
     return {name for name, p in inspect.signature(loss).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _differs(loss: Any, base: dict[str, Any], option: str, value: Any, arrays: dict[str, Any] | None = None) -> None:
+def assert_differs(
+    loss: Any, base: dict[str, Any], option: str, value: Any, arrays: dict[str, Any] | None = None
+) -> None:
     arrays = arrays or full_f() | {"advantages": np.array([[1.0, -0.7, 0.4], [-0.5, 0.3, -0.9]])}
     before = loss_and_grad(arrays, base, loss=loss)
     after = loss_and_grad(arrays, base | {option: value}, loss=loss)
@@ -79,7 +81,7 @@ def test_every_option_is_in_the_table():
 @pytest.mark.parametrize("option", CHANGES)
 def test_option_alone_changes_the_result(x64, option):
     base, value = CHANGES[option]
-    _differs(policy_loss, base, option, value)
+    assert_differs(policy_loss, base, option, value)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -103,7 +105,7 @@ def test_option_alone_changes_the_preset_or_raises(x64, preset, option):
         with pytest.raises(ValueError, match="rollout_level='sequence' has no meaning with surrogate='vespo'"):
             loss_and_grad(full_f(), base | {option: value}, loss=loss)
         return
-    _differs(loss, base, option, value, arrays)
+    assert_differs(loss, base, option, value, arrays)
 
 
 def test_an_unknown_option_of_a_preset_comes_with_the_nearest():

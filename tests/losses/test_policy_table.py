@@ -11,7 +11,7 @@ from policy_inputs import AGGREGATIONS, KLS, POLICIES, ROLLOUT_GAPS, ROLLOUTS, c
 NAMES = ("token_mean", "sequence_sum")
 
 
-def _check(
+def assert_as_oracle(
     arrays: dict[str, Any], options: dict[str, Any], extra: dict[str, Any], names: Iterable[str] = AGGREGATIONS
 ) -> None:
     for name in names:
@@ -30,7 +30,7 @@ def test_policy_term_and_divergence(x64, policy, kl):
     extra = {"ref_logprobs": fixture()["ref_logprobs"]} if kl != "no-kl" else {}
     # An aggregation sees token losses and not what they are made of: all of them with two divergences only.
     names = AGGREGATIONS if kl in ("no-kl", "k3-corrected") else ("sequence_mean", "given_total-10")
-    _check(case_f(), POLICIES[policy] | KLS[kl], extra, names)
+    assert_as_oracle(case_f(), POLICIES[policy] | KLS[kl], extra, names)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_policy_term_and_rollout_weights(x64, policy, rollout):
     rollout_logprobs = arrays["old_logprobs"] - ROLLOUT_GAPS
     # The divergence shows that the weights touch the policy term only.
     options = POLICIES[policy] | KLS["k3-corrected"] | ROLLOUTS[rollout]
-    _check(arrays, options, {"ref_logprobs": f["ref_logprobs"], "rollout_logprobs": rollout_logprobs}, NAMES)
+    assert_as_oracle(arrays, options, {"ref_logprobs": f["ref_logprobs"], "rollout_logprobs": rollout_logprobs}, NAMES)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -23,7 +23,7 @@ blocked = pytest.mark.parametrize("implementation", [name for name in HERE if na
 SMALL = {"block_n": 8, "block_v": 50}
 
 
-def close(x, y, **kwargs):
+def assert_close(x, y, **kwargs):
     np.testing.assert_allclose(np.asarray(x), np.asarray(y), **{"rtol": 2e-5, "atol": 2e-6, **kwargs})
 
 
@@ -42,7 +42,7 @@ def test_any_leading_axes(implementation, shape):
     out = run(hidden, lm_head, targets, implementation=implementation)
     for value in out:
         assert value.shape == shape and value.dtype == jnp.float32
-    close(out.logprobs, np.full(shape, -np.log(40)))
+    assert_close(out.logprobs, np.full(shape, -np.log(40)))
     gradient = jax.grad(lambda h: run(h, lm_head, targets, implementation=implementation).lse.sum())(hidden)
     assert gradient.shape == hidden.shape
     flat = token_stats(hidden @ lm_head, targets, implementation=implementation)
@@ -164,7 +164,7 @@ def test_44_a_token_does_not_depend_on_its_batch(implementation):
     for size in (3, 8, 37):
         for block_n in (1, 2, 64):
             some = run(problem.hidden[:size], problem.lm_head, problem.targets[:size], block_sizes={"block_n": block_n})
-            close(some[:1], alone, rtol=1e-5)
+            assert_close(some[:1], alone, rtol=1e-5)
 
 
 @every
@@ -194,10 +194,10 @@ def test_jit_vmap_scan_and_remat_agree_with_eager(implementation):
 
     scanned = jax.jit(jax.value_and_grad(through_scan, (0, 1)))(hidden, lm_head)
     for other in (vmapped, each, remat):
-        jax.tree.map(functools.partial(close, rtol=1e-4, atol=1e-5), other, eager)
-    close(scanned[0], eager[0].sum(), rtol=1e-5)
-    close(scanned[1][0], eager[1][0], rtol=1e-4, atol=1e-5)
-    close(scanned[1][1], eager[1][1].sum(0), rtol=1e-4, atol=1e-5)
+        jax.tree.map(functools.partial(assert_close, rtol=1e-4, atol=1e-5), other, eager)
+    assert_close(scanned[0], eager[0].sum(), rtol=1e-5)
+    assert_close(scanned[1][0], eager[1][0], rtol=1e-4, atol=1e-5)
+    assert_close(scanned[1][1], eager[1][1].sum(0), rtol=1e-4, atol=1e-5)
 
 
 @every
@@ -208,8 +208,8 @@ def test_vmap_over_heads(implementation):
     values, gradients = jax.vmap(jax.value_and_grad(loss, 1), in_axes=(None, 0))(problem.hidden, heads)
     for i in range(2):
         value, gradient = jax.value_and_grad(loss, 1)(problem.hidden, heads[i])
-        close(values[i], value)
-        close(gradients[i], gradient, rtol=1e-4, atol=1e-5)
+        assert_close(values[i], value)
+        assert_close(gradients[i], gradient, rtol=1e-4, atol=1e-5)
 
 
 @blocked
@@ -243,7 +243,7 @@ def test_logits_dtype_rounds_the_logits(implementation):
     run = functools.partial(linear_logprobs, layout="VD", implementation=implementation)
     rounded = run(problem.hidden, problem.lm_head, problem.targets, logits_dtype="bfloat16")
     logits = (problem.hidden @ problem.lm_head.T).astype(jnp.bfloat16).astype(jnp.float32)
-    close(rounded, token_logprobs(logits, problem.targets), rtol=1e-5)
+    assert_close(rounded, token_logprobs(logits, problem.targets), rtol=1e-5)
     assert not np.allclose(rounded, run(problem.hidden, problem.lm_head, problem.targets), rtol=1e-5)
 
 

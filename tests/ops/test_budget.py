@@ -56,7 +56,7 @@ def program(layout: Layout, option: str, implementation: str, blocks: str):
     return both
 
 
-def check(
+def assert_all_in_budget(
     size: tuple[int, int, int], dtype: str, layout: Layout, option: str, implementation: str, blocks: str
 ) -> None:
     names = (*OUTPUT_NAMES, "d_hidden", "d_lm_head", "d_bias")
@@ -81,14 +81,14 @@ def check(
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_options_stay_in_budget_on_ragged_sizes(dtype, layout, option, implementation):
-    check((37, 24, 301), dtype, layout, option, implementation, "ragged blocks")
+    assert_all_in_budget((37, 24, 301), dtype, layout, option, implementation, "ragged blocks")
 
 
 @pytest.mark.parametrize("implementation", CANDIDATES)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_and_blocks_stay_in_budget(size, blocks, implementation):
-    check(SIZES[size], "float32", "DV", "all", implementation, blocks)
+    assert_all_in_budget(SIZES[size], "float32", "DV", "all", implementation, blocks)
 
 
 @pytest.mark.parametrize("implementation", [name for name in LOGITS_HERE if name != "reference"])

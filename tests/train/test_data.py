@@ -82,6 +82,12 @@ def test_bad_configs(config, message):
         read_rows(DataConfig(**config))
 
 
+def test_a_separator_inside_a_text_does_not_end_a_row():
+    row = {"question": "One\u2028and two?\x85", "answer": "1 + 2\n#### 3"}
+    (problem,) = parse_rows(json.dumps(row, ensure_ascii=False) + "\n", "file.jsonl")
+    assert problem.question == row["question"]
+
+
 def test_a_file_of_no_rows(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(TrainError, match="no rows"):

@@ -195,6 +195,8 @@ def forward(model: Any, tokens: np.ndarray, valid: np.ndarray) -> Any:
     import jax.numpy as jnp
     from flax import nnx  # pyright: ignore[reportMissingImports] - of the train extra
 
+    from logitless.integrations.tunix_model import hidden_states
+
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -202,8 +204,7 @@ def forward(model: Any, tokens: np.ndarray, valid: np.ndarray) -> Any:
         model = nnx.merge(graph, state)
         positions = jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         causal = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), bool))
-        model(tokens, positions, None, causal[None] & valid[:, None, :], output_hidden_states=True)
-        return nnx.pop(model, nnx.Intermediate)["all_hidden_states"][0]
+        return hidden_states(model, tokens, positions=positions, attention_mask=causal[None] & valid[:, None, :])
 
     parts = [
         run(state, tokens[i : i + ROWS_PER_BATCH], valid[i : i + ROWS_PER_BATCH])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless._files import replace_file
+from logitless._files import read_json_lines, replace_file
 from logitless.bench.errors import BenchError
 
 
@@ -57,17 +57,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         BenchError: no such file, or a line is no record.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise BenchError(f"{path}, line {number}: no JSON ({error.msg})") from error
-    return records
+    return read_json_lines(path, BenchError)
 
 
 def latest_run(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

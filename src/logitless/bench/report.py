@@ -214,7 +214,6 @@ MARKDOWN = {
     "plan": plan_markdown,
     "kernels": kernels_markdown,
     "compile": compile_markdown,
-} | {
     "ab": ab_markdown,
     "step": step_markdown,
 }

@@ -9,6 +9,7 @@ import jax
 
 from logitless.integrations.easydel_head import head_arguments
 from logitless.integrations.easydel_loss import causal_loss
+from logitless.integrations.meshes import require_sharding
 from logitless.integrations.versions import require
 from logitless.ops.api import linear_token_stats
 
@@ -148,12 +149,12 @@ def logitless_scoring(
         return_entropy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         outputs = ("logprobs", "entropy") if return_entropy else ("logprobs",)
-        hidden, lm_head, head = head_arguments(model, hidden_states)
+        hidden, lm_head, head = head_arguments(model, hidden_states, asked_by=name)
         stats = linear_token_stats(hidden, lm_head, targets, outputs=outputs, **head, **options)
         assert stats.logprobs is not None
         return stats.logprobs, stats.entropy
 
-    modules = [import_module(name) for name in SCORED_BY]
+    modules = [import_module(one) for one in SCORED_BY]
     theirs = getattr(modules[0], SCORING)
     for module in modules:
         setattr(module, SCORING, scores)
@@ -166,12 +167,8 @@ def logitless_scoring(
 
 def _options(model: Any, name: str, implementation: Any, sharding: Any, block_sizes: Any, logits_dtype: Any) -> Any:
     """The options of `linear_token_stats`; refuses now what the first step would refuse."""
-    head_arguments(model, None)
-    if sharding is None and model.mesh.size > 1:
-        raise ValueError(
-            f"{name}: the model's mesh has {model.mesh.size} devices ({dict(model.mesh.shape)}) and sharding is None; "
-            "give sharding=HeadSharding(model.mesh, tokens=..., vocab=...), the axes that split tokens and vocabulary"
-        )
+    head_arguments(model, None, asked_by=name)
+    require_sharding(model.mesh, sharding, asked_by=name)
     return {
         "implementation": implementation,
         "sharding": sharding,

@@ -12,12 +12,13 @@ TIED = ("tie_word_embeddings", "use_lm_head", "share_input_output_layers")
 """The names under which configurations say that the head is the embedding; the first that is there counts."""
 
 
-def head_arguments(model: Any, hidden: jax.Array | None) -> Any:
+def head_arguments(model: Any, hidden: jax.Array | None, *, asked_by: str) -> Any:
     """Hidden states and head in the dtype in which the model multiplies, and the options of the head.
 
     Args:
         model: an EasyDeL causal language model.
         hidden: `[B, T, D]`; None to look at the model only.
+        asked_by: the function that needs it, for messages.
 
     Raises:
         NotImplementedError: a model that turns hidden states to logits in a way that is not known.
@@ -26,22 +27,22 @@ def head_arguments(model: Any, hidden: jax.Array | None) -> Any:
     made_by = next((c.__name__ for c in type(model).__mro__ if "make_lm_head_fn" in vars(c)), None)
     if made_by not in (*PLAIN, *SOFTCAP, *SCALE):
         raise NotImplementedError(
-            f"use_logitless: {what} makes its logits by {made_by or 'a way'} of its own; known are the models of "
+            f"{asked_by}: {what} makes its logits by {made_by or 'a way'} of its own; known are the models of "
             f"EasyDeL that take the common way, and {', '.join((*SOFTCAP, *SCALE))}"
         )
     if model._logit_cap_feature is not None:
         raise NotImplementedError(
-            f"use_logitless: {what} clips its logits at {model._logit_cap_feature.cap_value}, which no option of "
+            f"{asked_by}: {what} clips its logits at {model._logit_cap_feature.cap_value}, which no option of "
             "Logitless does; only a smooth softcap is known"
         )
     head = model.get_lm_head()
     if type(head).__name__ not in ("ParallelLinear", "ColumnParallelLinear", "RowParallelLinear"):
         raise NotImplementedError(
-            f"use_logitless: the head of {what} is a {type(head).__name__}; known is a plain linear layer: leave the "
+            f"{asked_by}: the head of {what} is a {type(head).__name__}; known is a plain linear layer: leave the "
             "head out of the quantisation and out of the LoRA module path"
         )
     if head._scale_operator(1.0) != 1.0:
-        raise NotImplementedError(f"use_logitless: the head of {what} has a scale of its own, which is not known")
+        raise NotImplementedError(f"{asked_by}: the head of {what} has a scale of its own, which is not known")
     tied = next((getattr(model.config, name) for name in TIED if hasattr(model.config, name)), False)
     options: dict[str, Any] = {
         "layout": "VD" if tied else "DV",

@@ -38,7 +38,7 @@ def causal_loss(
     targets = {"decoder_target_tokens": labels, **batch, "decoder_loss_weights": weights}
     factor, _ = loss_utils.get_factor_and_weight(config.loss_normalizing_factor, targets)
 
-    hidden, lm_head, head = head_arguments(module, hidden)
+    hidden, lm_head, head = head_arguments(module, hidden, asked_by="use_logitless")
     vocab = lm_head.shape[1 if head["layout"] == "DV" else 0]
     known = (labels >= 0) & (labels < vocab)
     outputs = ("logprobs", "lse", "mean_logits") if config.label_smoothing else ("logprobs", "lse")

@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from logitless.integrations.maxtext_model import after_norm, head_of
+from logitless.integrations.meshes import require_sharding
 from logitless.integrations.versions import require
 from logitless.losses.linear import linear_cross_entropy
 from logitless.ops.api import linear_token_stats
 
 TRIED = ("0.2.5",)
 """Versions of maxtext that the tests run."""
+
+WITH_STATES = "with_hidden_states"
 
 
 def vocab_tiling_loss(
@@ -62,6 +65,8 @@ def vocab_tiling_loss(
         "logits_dtype": logits_dtype,
     }
 
+    name = "vocab_tiling_loss"
+
     def loss(
         model: Any, hidden_states: jax.Array, data: Mapping[str, jax.Array], config: Any, is_train: bool
     ) -> tuple[jax.Array, jax.Array]:
@@ -70,15 +75,10 @@ def vocab_tiling_loss(
                 "vocab_tiling_loss: vocab_tiling_ag_once=True is not supported; HeadSharding(..., head='gather_head') "
                 "gathers the head once"
             )
-        if sharding is None and model.mesh.size > 1:
-            raise ValueError(
-                f"vocab_tiling_loss: the model's mesh has {model.mesh.size} devices ({dict(model.mesh.shape)}) and "
-                "sharding is None; give sharding=HeadSharding(model.mesh, tokens=..., vocab=...), the axes that split "
-                "tokens and vocabulary"
-            )
+        require_sharding(model.mesh, sharding, asked_by=name)
         deterministic = not (config.enable_dropout and is_train)
-        hidden = after_norm(model, hidden_states, deterministic)
-        lm_head, head = head_of(model, config)
+        hidden = after_norm(model, hidden_states, deterministic, asked_by=name)
+        lm_head, head = head_of(model, config, asked_by=name)
         common = jnp.promote_types(hidden.dtype, lm_head.dtype) if head["layout"] == "VD" else lm_head.dtype
         arrays = hidden.astype(common), lm_head.astype(common)
         counts = data["targets_segmentation"] != 0
@@ -125,22 +125,30 @@ def with_hidden_states(adapter: Any) -> Any:
 
     Reference: maxtext 0.2.5, `maxtext.integration.tunix.tunix_adapter`. Departures: none.
     """
-    require("maxtext", TRIED, module="maxtext", asked_by="with_hidden_states")
+    require("maxtext", TRIED, module="maxtext", asked_by=WITH_STATES)
     from maxtext.integration.tunix.tunix_adapter import (  # pyright: ignore[reportMissingImports] - by its users
         TunixMaxTextAdapter,
     )
 
     if not isinstance(adapter, TunixMaxTextAdapter):
-        raise TypeError(f"with_hidden_states: got {type(adapter).__name__}; needed is a TunixMaxTextAdapter")
+        raise TypeError(f"{WITH_STATES}: got {type(adapter).__name__}; needed is a TunixMaxTextAdapter")
     config = adapter.base.config
-    lm_head, head = head_of(adapter.base, config)
-    if head["bias"] is not None or (head["layout"] == "DV" and lm_head.dtype != config.dtype):
+    lm_head, head = _head(adapter)
+    if head["bias"] is not None:
         raise NotImplementedError(
-            f"with_hidden_states: the head has {'a bias' if head['bias'] is not None else lm_head.dtype.name}, and "
-            f"Tunix's models have none of it (dtype={config.dtype}); set logits_dot_in_fp32=False"
+            f"{WITH_STATES}: the head has a bias, which the heads of Tunix's models never have; train without it"
+        )
+    if head["layout"] == "DV" and lm_head.dtype != config.dtype:
+        raise NotImplementedError(
+            f"{WITH_STATES}: MaxText multiplies with a head of {lm_head.dtype.name} and the model has dtype="
+            f"{config.dtype}, where Tunix's models have one dtype for both; set logits_dot_in_fp32=False"
         )
     adapter.__class__ = _adapter_class(TunixMaxTextAdapter)
     return adapter
+
+
+def _head(adapter: Any) -> tuple[jax.Array, dict[str, Any]]:
+    return head_of(adapter.base, adapter.base.config, asked_by=WITH_STATES)
 
 
 @functools.cache
@@ -163,26 +171,26 @@ def _adapter_class(base: type) -> type:
     class HiddenStatesAdapter(base):
         @property
         def config(self) -> Any:
-            return Shown(self.base.config, head_of(self.base, self.base.config)[1])
+            return Shown(self.base.config, _head(self)[1])
 
         @property
-        def lm_head(self) -> Any:
-            lm_head, head = head_of(self.base, self.base.config)
-            return Part(w=lm_head) if head["layout"] == "DV" else None
+        def lm__head(self) -> Any:
+            lm_head, options = _head(self)
+            return Part(w=lm_head) if options["layout"] == "DV" else None
 
         @property
         def embedder(self) -> Any:
-            lm_head, head = head_of(self.base, self.base.config)
-            return Part(input_embedding=lm_head) if head["layout"] == "VD" else None
+            lm_head, options = _head(self)
+            return Part(input_embedding=lm_head) if options["layout"] == "VD" else None
 
         def __call__(self, *arrays: Any, output_hidden_states: bool = False, **inputs: Any) -> Any:
             if not output_hidden_states:
                 return super().__call__(*arrays, **inputs)
-            model, scale = self.base, head_of(self.base, self.base.config)[1]["logit_scale"]
+            model, scale = self.base, _head(self)[1]["logit_scale"]
 
             def states(shared_embedding: Any, y: jax.Array, deterministic: bool, *_: Any, **__: Any) -> jax.Array:
                 del shared_embedding
-                return scale * after_norm(model, y, deterministic)
+                return scale * after_norm(model, y, deterministic, asked_by=WITH_STATES)
 
             # For this call the decoder ends at its norm; an attribute of the object goes before the class's method.
             vars(model.decoder)["apply_output_head"] = states

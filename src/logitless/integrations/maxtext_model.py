@@ -6,24 +6,24 @@ import jax
 import jax.numpy as jnp
 
 
-def after_norm(model: Any, hidden: jax.Array, deterministic: bool) -> jax.Array:
+def after_norm(model: Any, hidden: jax.Array, deterministic: bool, *, asked_by: str) -> jax.Array:
     """What MaxText multiplies with the head: the states after the final norm and its dropout.
 
     Raises:
         NotImplementedError: a model without them.
     """
-    decoder = _decoder(model)
+    decoder = _decoder(model, asked_by)
     return decoder.dropout(decoder.decoder_norm(hidden), deterministic=deterministic)
 
 
-def head_of(model: Any, config: Any) -> tuple[jax.Array, dict[str, Any]]:
+def head_of(model: Any, config: Any, *, asked_by: str) -> tuple[jax.Array, dict[str, Any]]:
     """The head in the dtype in which MaxText multiplies, and its options.
 
     Raises:
         NotImplementedError: a model without one, a quantised or scaled head, adapters in it, explicit sharding, a head
             in host memory.
     """
-    decoder, tied = _decoder(model), config.logits_via_embedding
+    decoder, tied = _decoder(model, asked_by), config.logits_via_embedding
     module = model.token_embedder if tied else decoder.logits_dense
     scaled = () if tied else (module.quant, module.kernel_scale, module.weight_quant)
     weight = (module.embedding if tied else module.kernel)[...]
@@ -35,7 +35,7 @@ def head_of(model: Any, config: Any) -> tuple[jax.Array, dict[str, Any]]:
         "a head with LoRA": any("lora" in name for name in vars(module)),
     }
     for what in (name for name, is_refused in refused.items() if is_refused):
-        raise NotImplementedError(f"vocab_tiling_loss: {what} is not supported; unset it, or keep MaxText's own loss")
+        raise NotImplementedError(f"{asked_by}: {what} is not supported; unset it, or keep MaxText's own loss")
     if tied:
         # MaxText multiplies with an embedding of bfloat16, whatever the dtypes of model and weights.
         options = {
@@ -52,11 +52,11 @@ def head_of(model: Any, config: Any) -> tuple[jax.Array, dict[str, Any]]:
     return weight.astype(module.dtype), options
 
 
-def _decoder(model: Any) -> Any:
+def _decoder(model: Any, asked_by: str) -> Any:
     decoder = getattr(model, "decoder", None)
     if not (hasattr(decoder, "decoder_norm") and hasattr(decoder, "dropout")):
         raise NotImplementedError(
-            f"vocab_tiling_loss: {type(model).__name__} has no decoder.decoder_norm and decoder.dropout; known are the "
+            f"{asked_by}: {type(model).__name__} has no decoder.decoder_norm and decoder.dropout; known are the "
             "models of maxtext.models.models.Transformer"
         )
     return decoder

@@ -1,6 +1,6 @@
 """Tunix: its trainers with the losses of Logitless, so that no step of theirs holds the logits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -123,21 +123,7 @@ def use_logitless(
     if isinstance(target, PeftTrainer):
         if loss is not None:
             raise ValueError(f"use_logitless: loss={loss!r} has no meaning for a PeftTrainer, which trains on labels")
-
-        # A plain function, for Flax gives the loss its keyword arguments by position.
-        def labelled(
-            model: Any,
-            input_tokens: jax.Array,
-            input_mask: jax.Array,
-            positions: jax.Array,
-            attention_mask: jax.Array,
-            images: jax.Array | None = None,
-        ) -> jax.Array:
-            inputs = {"positions": positions, "attention_mask": attention_mask}
-            inputs |= {} if images is None else {"images": images}
-            return _labelled_loss(tokens, model, input_tokens, input_mask, inputs)
-
-        return target.with_loss_fn(labelled)
+        return target.with_loss_fn(_labelled(tokens))
     cluster = _cluster_of(target)
     learner_config = getattr(target, "algo_config", None)
     _replace_logprobs(cluster, tokens)
@@ -266,9 +252,27 @@ def _policy_loss(
     metrics = tunix_metrics(out, stats.logprobs, example.old_per_token_logps, mask)
     if stats.entropy is not None:
         of_tokens = jax.lax.stop_gradient(stats.entropy)
-        as_loss = loss is None
-        metrics["entropy"] = entropy_of_tunix(of_tokens, mask, options) if as_loss else masked_mean(of_tokens, mask)
+        metrics["entropy"] = (
+            entropy_of_tunix(of_tokens, mask, options) if loss is None else masked_mean(of_tokens, mask)
+        )
     return value, metrics
+
+
+def _labelled(tokens: TokenOptions) -> Callable[..., jax.Array]:
+    # A plain function, for Flax gives the loss its keyword arguments by position.
+    def labelled(
+        model: Any,
+        input_tokens: jax.Array,
+        input_mask: jax.Array,
+        positions: jax.Array,
+        attention_mask: jax.Array,
+        images: jax.Array | None = None,
+    ) -> jax.Array:
+        inputs = {"positions": positions, "attention_mask": attention_mask}
+        inputs |= {} if images is None else {"images": images}
+        return _labelled_loss(tokens, model, input_tokens, input_mask, inputs)
+
+    return labelled
 
 
 def _labelled_loss(

@@ -145,7 +145,7 @@ def entropy_of_tunix(entropy: jax.Array, mask: jax.Array, options: Mapping[str, 
     mode = options["aggregation"]
     sequences = find_sequences((mask.shape[0], mask.shape[1]), None, entropy.dtype)
     length = options.get("max_completion_length")
-    value = aggregate(stop_gradient(entropy), mask != 0, sequences, mode, max_completion_length=length)
+    value = aggregate(entropy, mask != 0, sequences, mode, max_completion_length=length)
     return per_filled_row(value, mask, mode)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from logitless._files import replace_file
 from logitless.bench.units import duration, factor, markdown, size
-from logitless.train.compare import SETTLED
+from logitless.train.ab_config import RISE_UPDATES
+from logitless.train.compare import SETTLED, Run
 
 Record = Mapping[str, Any]
 
@@ -46,8 +47,7 @@ def arms_of(record: Record) -> list[str]:
 
 def series(record: Record, arm: str, name: str) -> np.ndarray:
     """`[seeds, updates]`; NaN where a number was not to be had."""
-    rows = [run["metrics"] for run in record["runs"] if run["arm"] == arm]
-    return np.array([[np.nan if line.get(name) is None else line[name] for line in row] for row in rows], float)
+    return np.stack([Run(**run).series(name) for run in record["runs"] if run["arm"] == arm])
 
 
 def table(record: Record) -> list[list[str]]:
@@ -59,8 +59,8 @@ def table(record: Record) -> list[list[str]]:
             "time of an update",
             "loss",
             "kl",
-            "reward, first 10",
-            "reward, last 10",
+            f"reward, first {RISE_UPDATES}",
+            f"reward, last {RISE_UPDATES}",
             "parity",
         ]
     ]
@@ -74,10 +74,10 @@ def table(record: Record) -> list[list[str]]:
                 arm,
                 f"{size(ratio['temp_bytes'])} ({factor(ratio['temp'])})",
                 f"{duration(ratio['step_s'] * 1e3)} ({factor(ratio['step_time'])})",
-                _mean_and_spread(series(record, arm, "loss")[:, -10:]),
-                _mean_and_spread(series(record, arm, "kl")[:, -10:]),
-                _mean_and_spread(reward[:, :10]),
-                _mean_and_spread(reward[:, -10:]),
+                _mean_and_spread(series(record, arm, "loss")[:, -RISE_UPDATES:]),
+                _mean_and_spread(series(record, arm, "kl")[:, -RISE_UPDATES:]),
+                _mean_and_spread(reward[:, :RISE_UPDATES]),
+                _mean_and_spread(reward[:, -RISE_UPDATES:]),
                 "the baseline" if number == 0 else "yes" if parity else "NO",
             ]
         )
@@ -179,7 +179,7 @@ def page(record: Record) -> str:
 <h2>Arms</h2><table><tr>{titles}</tr>{cells}</table>
 <p class=note>Temp: what the compiled update needs beside its arguments and results on one device, by its compiler.
 Time: median without the first {SETTLED} updates, which compile; the arms ran one after the other, each in a process of
-its own. Loss, divergence and reward: means of ten updates, over seeds ± their standard deviation.</p>
+its own. Loss, divergence and reward: means of {RISE_UPDATES} updates, over seeds ± their standard deviation.</p>
 <h2>Checks</h2><table><tr><th>arm<th>what<th class=n>value<th class=n>bound<th></tr>{checks}</table>
 <h2>Curves</h2><div class=plots>{plots}</div>
 <h2>Config</h2><pre>{e(config_text(record))}</pre></html>

@@ -46,12 +46,13 @@ class Problems:
         if self._rows is None:
             rng = np.random.default_rng((self._seed, purpose, step))
             return [_sum(rng, self._config) for _ in range(size)]
-        picked = []
-        for place in range(step * size, (step + 1) * size):
-            epoch, index = divmod(place, len(self._rows))
-            order = np.random.default_rng((self._seed, purpose, epoch)).permutation(len(self._rows))
-            picked.append(self._rows[order[index]])
-        return picked
+        count = len(self._rows)
+        places = range(step * size, (step + 1) * size)
+        orders = {
+            epoch: np.random.default_rng((self._seed, purpose, epoch)).permutation(count)
+            for epoch in {place // count for place in places}
+        }
+        return [self._rows[orders[place // count][place % count]] for place in places]
 
 
 def _sum(rng: np.random.Generator, config: DataConfig) -> Problem:
@@ -110,7 +111,8 @@ def parse_rows(text: str, name: str) -> list[Problem]:
     Raises:
         TrainError: a line that is no JSON (a cut file ends in one), or a row without question or answer.
     """
-    lines = text.splitlines()
+    # Other separators of lines may stand inside a text.
+    lines = text.split("\n")
     return [_row(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 

@@ -54,7 +54,7 @@ class Session:
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder, self.stopped = config, folder, False
-        self.commits = commits_of_run(folder)
+        self.commits: list[dict[str, Any]] = []
         self.mesh = make_mesh(config.mesh)
         self.progress = Progress(config.name, config.steps)
         with ExitStack() as undo:
@@ -98,6 +98,7 @@ class Session:
         if self._resumed_at >= self.config.steps:
             self.progress.say(f"all {self.config.steps} updates are done already")
             return
+        self.commits = commits_of_run(self.folder)
         before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             self.learner.train(self._batches())
@@ -261,11 +262,11 @@ class _Checkpoints:
 
     def __init__(self, session: Session, manager: Any) -> None:
         self._session, self._manager = session, manager
+        self._last = session._resumed_at
 
     def save(self, step: int, model: Any, optimizer: Any = None, **options: Any) -> bool:
         session = self._session
-        finished = step > session._resumed_at and step != self.__dict__.get("_last")
-        if finished:
+        if step > self._last:
             self._last = step
             session.updated(step)
         at_boundary = step % session.config.rollout.updates_per_rollout == 0

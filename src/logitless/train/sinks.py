@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
-from logitless._files import replace_file
+from logitless._files import read_json_lines, replace_file
 from logitless.train.config import LogConfig
 from logitless.train.errors import TrainError
 
@@ -53,18 +53,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         TrainError: no such file, or a line in its middle is no JSON.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise TrainError(f"cannot read {path}: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise TrainError(f"{path}, line {number}: no JSON ({error.msg})") from error
-    return rows
+    return read_json_lines(path, TrainError, cut_end=True)
 
 
 class Wandb:
