@@ -103,6 +103,11 @@ def test_sizes_that_no_block_divides(size):
     check(Case(layout="VD"), given(*size, "float32", "bias", "mask", scalars={"logit_scale": 0.5}), **few)
 
 
+def test_a_block_of_tokens_in_parts():
+    # 565 rows: blocks of 560 are made in a part of 288 and one of 272.
+    check(Case(layout="VD", blocks=(560, 512), outputs=OUTPUT_NAMES), given(565, 24, 600, "float32", "bias", "mask"))
+
+
 @slow
 @pytest.mark.parametrize("layout", ["VD", "DV"])
 @pytest.mark.parametrize("size", [(5, 3, 7), (37, 130, 2500)], ids=str)

@@ -77,6 +77,13 @@ class Cut:
         """Running maximum before any column is met: no finite logit is lower."""
         return float(jnp.finfo(self.dtype).min)
 
+    @property
+    def row_parts(self) -> list[slice]:
+        """Rows of a block that the forward pass makes logits of at a time: as even as whole registers allow."""
+        most = chip_of(self.options.device_kind).softmax_rows
+        size = _up(-(-self.block_n // -(-self.block_n // most)), ROWS)
+        return [slice(start, min(start + size, self.block_n)) for start in range(0, self.block_n, size)]
+
     def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
         """Columns of a block of the head, as it stands."""
         columns = slice(start, start + size)

@@ -3,6 +3,9 @@
 A block of logits is made in sub-tiles of `SUB_COLUMNS` vocabulary columns, unrolled: the compiler then runs the softmax
 of one beside the product of the next. The running maximum and sums are kept for each of the 128 lanes of a register and
 merged once, outside: no step of the grid reduces across lanes.
+
+The compiler's scheduler lets a softmax that is ready take the vector units whole, and the product beside it then waits
+to add up its parts. The forward pass therefore makes a sub-tile by `Cut.row_parts`: less is ready at a time.
 """
 
 import functools
@@ -32,10 +35,10 @@ class HeadRefs(NamedTuple):
     lm_head: Any
     bias: Any | None
 
-    def logits(self, start: int, cut: Cut) -> Float[Array, "n v"]:
-        """A sub-tile, after softcap and temperature: `[block_n, SUB_COLUMNS]` in both layouts."""
+    def logits(self, start: int, cut: Cut, rows: slice = slice(None)) -> Float[Array, "n v"]:
+        """A sub-tile, after softcap and temperature: `[rows, SUB_COLUMNS]` in both layouts."""
         w = self.lm_head[cut.of_vocab(start, SUB_COLUMNS)]
-        z = product(self.hidden[...], w, (1, 1 - cut.v_axis), cut.dtype, cut.options)
+        z = product(self.hidden[rows], w, (1, 1 - cut.v_axis), cut.dtype, cut.options)
         if self.bias is not None:
             z += self.bias[:, start : start + SUB_COLUMNS].astype(cut.dtype)
         if cut.options.logits_dtype is not None:
@@ -76,11 +79,15 @@ def forward_kernel(head: HeadRefs, ranges: Ranges, running: Running, *, cut: Cut
         start_sums(running, cut)
 
     def meet(columns: int, targets: bool) -> None:
-        state, ahead = jax.tree.map(lambda ref: ref[...], running), head.ahead(j, cut) if targets else None
+        parts = [(rows, jax.tree.map(lambda ref, rows=rows: ref.at[rows], running)) for rows in cut.row_parts]
+        states = [jax.tree.map(lambda ref: ref[...], refs) for _, refs in parts]
+        ahead = head.ahead(j, cut) if targets else None
         for start in range(0, columns, SUB_COLUMNS):
-            here = None if ahead is None else ahead - start
-            state = meet_lanes(state, head.logits(start, cut), here, columns - start, cut)
-        put_sums(running, state)
+            for k, (rows, _) in enumerate(parts):
+                here = None if ahead is None else ahead[rows] - start
+                states[k] = meet_lanes(states[k], head.logits(start, cut, rows), here, columns - start, cut)
+        for (_, refs), state in zip(parts, states, strict=True):
+            put_sums(refs, state)
 
     _on_each_block_with_targets(j, ranges, cut, meet)
 
@@ -140,7 +147,10 @@ def meet_lanes(
     xs, plain, target = _meet_columns(z, ahead, columns, plain, target, cut)
     # A tree, not a chain: each step of a chain would wait for the one before.
     maximum, before = jnp.maximum(maximum, _tree(jnp.maximum, xs)), maximum
-    shift = jnp.maximum(before - maximum, VANISHED)
+    shift = before - maximum
+    if weighted is not None:
+        # It is multiplied, and may be -inf.
+        shift = jnp.maximum(shift, VANISHED)
     total, weighted = rescaled(total, weighted, shift)
     _, total, weighted = _add_exponentials([x - maximum for x in xs], total, weighted)
     return Running(maximum, total, weighted, plain, target)

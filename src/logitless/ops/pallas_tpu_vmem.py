@@ -38,6 +38,7 @@ class TpuChip:
         cores: of a device.
         flops_per_s: of bfloat16 products.
         hbm_bytes_per_s: bandwidth.
+        softmax_rows: how many tokens' logits the forward pass makes at a time, by the compiler's schedules.
     """
 
     name: str
@@ -45,11 +46,12 @@ class TpuChip:
     cores: int
     flops_per_s: float
     hbm_bytes_per_s: float
+    softmax_rows: int = 1024
 
 
 _V5E = TpuChip("v5e", 128 * MIB, 1, 1.97e14, 8.2e11)
 _V5P = TpuChip("v5p", 64 * MIB, 2, 4.59e14, 2.46e12)
-_V6E = TpuChip("v6e", 128 * MIB, 1, 9.2e14, 1.64e12)
+_V6E = TpuChip("v6e", 128 * MIB, 1, 9.2e14, 1.64e12, softmax_rows=512)
 TPU_CHIPS = {
     "TPU v4": TpuChip("v4", 16 * MIB, 1, 1.375e14, 6.15e11),
     "TPU v5 lite": _V5E,
