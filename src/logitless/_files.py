@@ -35,9 +35,10 @@ def read_json_lines(path: Path, failed: type[ValueError], *, cut_end: bool = Fal
         cut_end: a last line that is no JSON was cut by a crash, and does not count.
     """
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise failed(f"cannot read {path}: {error.strerror}") from error
+    lines = text.removesuffix("\n").split("\n") if text else []
     values = []
     for number, line in enumerate(lines, 1):
         try:

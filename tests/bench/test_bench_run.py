@@ -1,7 +1,6 @@
 """A bench end to end, with child processes as a user gets them, at sizes that take seconds."""
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -178,12 +177,18 @@ def _until(condition) -> None:
 
 
 def test_records_are_appended_and_each_line_is_json():
-    from logitless.bench.records import append_records
+    from logitless.bench.errors import BenchError
+    from logitless.bench.records import append_records, read_records
 
     path = Path("some.jsonl")
     append_records(path, [{"a": 1}])
     with pytest.raises(ValueError, match="JSON compliant"):
         append_records(path, [{"a": 2}, {"a": float("nan")}])
     append_records(path, [{"a": 3}])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 3}]
+    assert read_records(path) == [{"a": 1}, {"a": 3}]
+    path.write_text("")
+    assert read_records(path) == []
+    path.write_text('{"a": 1}\n{"a"')
+    with pytest.raises(BenchError, match=r"some\.jsonl, line 2: no JSON"):
+        read_records(path)
     assert [entry.name for entry in Path.cwd().iterdir()] == ["some.jsonl"]

@@ -237,6 +237,8 @@ def test_a_model_that_it_does_not_know_is_refused(host):
     model.apply_lora_to_layers(4, ".*lm_head.*")
     with pytest.raises(NotImplementedError, match="head of LlamaForCausalLM is a .*LoRA.*plain linear layer"):
         ours.use_logitless(model)
+    with pytest.raises(NotImplementedError, match="^logitless_scoring: the head of"), ours.logitless_scoring(model):
+        pass
 
 
 def test_scoring_needs_the_chunk_size_that_turns_it_on(host):

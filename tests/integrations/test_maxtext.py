@@ -219,7 +219,7 @@ def test_the_documented_signature_is_enough(z_loss):
 def test_an_option_that_it_cannot_honour_is_refused(option, value, message):
     p, config = problem(tied=False), Config()
     setattr(config, option, value)
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match="^vocab_tiling_loss: " + message):
         ours.vocab_tiling_loss()(stand_in(), p["hidden"], p, config, True)
 
 
@@ -253,6 +253,17 @@ def adapter_of(host, tied):
     block = {"decoder_block": "qwen3" if tied else "llama2", "logits_via_embedding": tied}
     config, mesh, model = model_of(host, model_name=name, scan_layers=False, normalize_embedding_logits=tied, **block)
     return adapters.TunixMaxTextAdapter(model), mesh
+
+
+def test_a_head_that_no_model_of_tunix_has_is_refused(host):
+    adapter, _ = adapter_of(host, tied=False)
+    dense = adapter.base.decoder.logits_dense
+    own, dense.dtype = dense.dtype, jnp.float16
+    with pytest.raises(NotImplementedError, match="^with_hidden_states: MaxText multiplies with a head of float16"):
+        ours.with_hidden_states(adapter)
+    dense.dtype, dense.bias = own, host.nnx.data(host.nnx.Param(jnp.zeros(V)))
+    with pytest.raises(NotImplementedError, match="^with_hidden_states: the head has a bias"):
+        ours.with_hidden_states(adapter)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -103,9 +103,10 @@ def test_sizes_that_no_block_divides(size):
     check(Case(layout="VD"), given(*size, "float32", "bias", "mask", scalars={"logit_scale": 0.5}), **few)
 
 
-def test_a_block_of_tokens_in_parts():
+@pytest.mark.parametrize("outputs", [("logprobs",), OUTPUT_NAMES], ids=str)
+def test_a_block_of_tokens_in_parts(outputs):
     # 565 rows: blocks of 560 are made in a part of 288 and one of 272.
-    check(Case(layout="VD", blocks=(560, 512), outputs=OUTPUT_NAMES), given(565, 24, 600, "float32", "bias", "mask"))
+    check(Case(layout="VD", blocks=(560, 512), outputs=outputs), given(565, 24, 600, "float32", "bias", "mask"))
 
 
 @slow

@@ -29,6 +29,7 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 COMPILED = [
     ("v6e", "forward", 4096, 16_384, 1024, 2048, BF16, 0, 67_448_832),
     ("v6e", "forward", 1536, 16_384, 1024, 4096, BF16, 0, 38_260_736),
+    ("v6e", "forward", 4096, 151_936, 1024, 3072, BF16, 0, 84_230_144),
     ("v6e", "forward", 2048, 16_384, 512, 2048, BF16, 2, 29_233_152),
     ("v6e", "forward", 2048, 16_384, 512, 2048, F32, 0, 62_926_848),
     ("v6e", "backward", 4096, 16_384, 512, 2048, BF16, 0, 112_136_192),
@@ -121,6 +122,13 @@ def test_the_rows_that_ship_choose_for_the_heads_that_people_train():
     assert shipped >= set(itertools.product(("forward", "backward"), (896, 1536, 2048, 4096)))
     assert sizes("forward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 4096)
     assert sizes("backward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 3072)
+
+
+def test_a_row_that_would_pad_other_sizes_is_left_aside():
+    # Three blocks of 1,024 for 2,100 tokens; seven of 3,072 for an eighth of a vocabulary, where five of 4,096 do.
+    assert sizes("forward", arrays(2100, 1536, 151_936), on("v6e"))[0] == 704
+    assert sizes("backward", arrays(8192, 1536, 18_992), on("v6e"))[1] == 4096
+    assert sizes("forward", arrays(16_384, 1536, 128_256), on("v6e")) == (1024, 4096)
 
 
 def test_few_tokens_are_cut_evenly_and_into_two_blocks_before_one_is_large():

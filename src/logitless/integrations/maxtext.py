@@ -16,7 +16,8 @@ from logitless.ops.api import linear_token_stats
 TRIED = ("0.2.5",)
 """Versions of maxtext that the tests run."""
 
-WITH_STATES = "with_hidden_states"
+TILING_LOSS, WITH_STATES = "vocab_tiling_loss", "with_hidden_states"
+"""The functions by their names, for messages."""
 
 
 def vocab_tiling_loss(
@@ -65,20 +66,18 @@ def vocab_tiling_loss(
         "logits_dtype": logits_dtype,
     }
 
-    name = "vocab_tiling_loss"
-
     def loss(
         model: Any, hidden_states: jax.Array, data: Mapping[str, jax.Array], config: Any, is_train: bool
     ) -> tuple[jax.Array, jax.Array]:
         if config.vocab_tiling_ag_once:
             raise NotImplementedError(
-                "vocab_tiling_loss: vocab_tiling_ag_once=True is not supported; HeadSharding(..., head='gather_head') "
-                "gathers the head once"
+                f"{TILING_LOSS}: vocab_tiling_ag_once=True is not supported; "
+                "HeadSharding(..., head='gather_head') gathers the head once"
             )
-        require_sharding(model.mesh, sharding, asked_by=name)
+        require_sharding(model.mesh, sharding, asked_by=TILING_LOSS)
         deterministic = not (config.enable_dropout and is_train)
-        hidden = after_norm(model, hidden_states, deterministic, asked_by=name)
-        lm_head, head = head_of(model, config, asked_by=name)
+        hidden = after_norm(model, hidden_states, deterministic, asked_by=TILING_LOSS)
+        lm_head, head = head_of(model, config, asked_by=TILING_LOSS)
         common = jnp.promote_types(hidden.dtype, lm_head.dtype) if head["layout"] == "VD" else lm_head.dtype
         arrays = hidden.astype(common), lm_head.astype(common)
         counts = data["targets_segmentation"] != 0
@@ -174,7 +173,7 @@ def _adapter_class(base: type) -> type:
             return Shown(self.base.config, _head(self)[1])
 
         @property
-        def lm__head(self) -> Any:
+        def lm_head(self) -> Any:
             lm_head, options = _head(self)
             return Part(w=lm_head) if options["layout"] == "DV" else None
 

@@ -35,7 +35,7 @@ def head_of(model: Any, config: Any, *, asked_by: str) -> tuple[jax.Array, dict[
         "a head with LoRA": any("lora" in name for name in vars(module)),
     }
     for what in (name for name, is_refused in refused.items() if is_refused):
-        raise NotImplementedError(f"{asked_by}: {what} is not supported; unset it, or keep MaxText's own loss")
+        raise NotImplementedError(f"{asked_by}: {what} is not supported; unset it, or train without {asked_by}")
     if tied:
         # MaxText multiplies with an embedding of bfloat16, whatever the dtypes of model and weights.
         options = {

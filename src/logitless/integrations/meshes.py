@@ -1,4 +1,4 @@
-"""What every adapter asks of a model on several devices."""
+"""What an adapter asks of a model that carries its mesh."""
 
 from typing import Any
 

@@ -29,6 +29,8 @@ USABLE = 15 / 16
 """Of VMEM, that blocks are chosen to fill: the model knows the compiler's own buffers from a few dozen kernels."""
 WORTH = 1.01
 """A block that is faster by less is not worth the longer compile of a larger one."""
+PADDED = 1.04
+"""Times N x V: where the blocks of a row of the table hold more, the row is left aside."""
 _BLOCK_N = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 16)
 _BLOCK_V = (4096, 3072, 2048, 1536, 1024, 768, 512, 256)
 
@@ -258,6 +260,9 @@ def _of_table(kernel: str, problem: HeadProblem, chip: TpuChip, options: HeadOpt
     n, v = row["block_n"], row["block_v"]
     # With fewer tokens other blocks skip better, and with more statistics or an odd V less fits.
     if problem.tokens < 2 * n or problem.vocab < v or not fits(kernel, problem, chip, n, v):
+        return None
+    # It was made for one N and V: of others it may cut a last block that is mostly padding.
+    if _up(problem.tokens, n) * _up(problem.vocab, v) > PADDED * problem.tokens * problem.vocab:
         return None
     return Blocks(n, v, chip.vmem_bytes, chip.cores)
 

@@ -320,9 +320,11 @@ def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array
         places = [slice(start + k, start + k + LANES) for k in range(0, SUB_COLUMNS, LANES)]
         zs = [scratch.logits[:, place] for place in places]
         es, total, weighted = _add_exponentials([z - state.maximum for z in zs], total, weighted)
-        for place, z, e in zip(places, zs, es, strict=True):
-            weight = e if scalars.softcap is None else e * softcap_slope(z, scalars)
-            scratch.weights[:, place] = weight.astype(scratch.weights.dtype)
+        # Cast together: of a single column of registers each would be packed, and stored, by itself.
+        weights = jnp.concatenate(es, axis=1)
+        if scalars.softcap is not None:
+            weights *= softcap_slope(jnp.concatenate(zs, axis=1), scalars)
+        scratch.weights[:, start : start + SUB_COLUMNS] = weights.astype(scratch.weights.dtype)
     put_sums(running, (state.maximum, total, weighted, state.plain, state.target))
 
 
