@@ -12,6 +12,7 @@ from host_packages import as_in_the_host, import_host, only_without
 
 from logitless import HeadSharding, assert_logitless, audit, gradcheck
 from logitless.integrations import maxtext as ours
+from logitless.integrations import tunix_model
 from problems import assert_in_budget, peaked
 
 pytestmark = as_in_the_host
@@ -244,6 +245,17 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr("logitless.integrations.versions.version", lambda package: "0.2.4")
     with pytest.raises(NotImplementedError, match="maxtext 0.2.4 is installed"):
         ours.with_hidden_states(SimpleNamespace())
+
+
+def test_the_adapter_shows_its_head_under_the_names_that_tunix_reads():
+    pytest.importorskip("flax", reason="flax comes with pip install '.[train]'")
+    model = stand_in()
+    model.config = Config()
+    model.config.dtype = jnp.float32
+    adapter = ours._adapter_class(SimpleNamespace)(base=model)
+    head = tunix_model.head_of(adapter)
+    np.testing.assert_array_equal(head.weight, problem(tied=False)["lm_head"])
+    assert head.layout == "DV" and head.softcap is None
 
 
 def adapter_of(host, tied):
