@@ -248,7 +248,7 @@ def _refusal(kernel: str, problem: HeadProblem, chip: TpuChip, options: HeadOpti
 
 
 def _of_table(kernel: str, problem: HeadProblem, chip: TpuChip, options: HeadOptions) -> Blocks | None:
-    """The row for this D and dtype, of the nearest V; None where sizes are given, or tokens are too few for it."""
+    """The row for this D and dtype, of the nearest V; None where sizes are given, or it does not suit these N and V."""
     if (options.block_n, options.block_v, options.block_bytes) != (None, None, None):
         return None
     if problem.hidden_dtype != problem.head_dtype:
