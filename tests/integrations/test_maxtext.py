@@ -179,6 +179,7 @@ class Config:
     logits_via_embedding = False
     parameter_memory_host_offload = False
     shard_mode = SimpleNamespace(value="auto")
+    dtype = jnp.float32
 
 
 def stand_in():
@@ -251,7 +252,6 @@ def test_the_adapter_shows_its_head_under_the_names_that_tunix_reads():
     pytest.importorskip("flax", reason="flax comes with pip install '.[train]'")
     model = stand_in()
     model.config = Config()
-    model.config.dtype = jnp.float32
     adapter = ours._adapter_class(SimpleNamespace)(base=model)
     head = tunix_model.head_of(adapter)
     np.testing.assert_array_equal(head.weight, problem(tied=False)["lm_head"])
