@@ -1,5 +1,6 @@
 """The TPU kernels in JAX's simulation of a TPU, where races are found and fresh memory is NaN; judged by budgets."""
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -202,6 +203,17 @@ def _program(implementation: Any, case: Case) -> Any:
 
     # Most of a test's time is the compiler's: the simulation need not be fast.
     return jax.jit(outcome, compiler_options={"xla_backend_optimization_level": 1})
+
+
+class Steps:
+    """Counts the steps of every grid as the simulator takes them."""
+
+    def __init__(self) -> None:
+        self.taken: collections.Counter = collections.Counter()
+
+    def __call__(self, token: Any, point: Any, core: Any) -> Any:
+        self.taken[tuple(int(x) for x in point)] += 1
+        return token
 
 
 @contextlib.contextmanager

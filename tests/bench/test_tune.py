@@ -1,5 +1,6 @@
 """`logitless bench tune`: what is tried, what wins, and the table that is left; the compiler is stood in for."""
 
+import inspect
 import json
 
 import jax
@@ -24,7 +25,7 @@ def planned(monkeypatch):
 
     def plan(fn, args, where, **options):
         seen.append((where, *(x.shape for x in args[:2])))
-        block_n = fn.__closure__[[*fn.__code__.co_freevars].index("options")].cell_contents.block_n
+        block_n = inspect.getclosurevars(inspect.unwrap(fn)).nonlocals["options"].block_n
         if block_n == 1024:
             return ProgramPlan(where, False, "out of VMEM", 2**30)
         kernel = KernelPlan("logitless_forward.1", (), 1.0, float(block_n), 0.0)
@@ -60,7 +61,7 @@ def test_every_size_of_a_head_makes_one_row():
     assert len(tune._heads(TuneConfig())) == len({(x.hidden_size, x.vocab_size) for x in HEADS.values()})
 
 
-@pytest.mark.parametrize("kernel", ["forward", "backward", "d_lm_head", "d_hidden"])
+@pytest.mark.parametrize("kernel", ["forward", "backward", "d_lm_head", "d_hidden", "sweep"])
 @pytest.mark.parametrize("layout", ["VD", "DV"])
 def test_a_kernel_stands_alone_in_its_program(kernel, layout):
     options = HeadOptions(layout, block_n=16, block_v=256, platform="tpu", device_kind="TPU v6 lite")

@@ -9,7 +9,7 @@ import pytest
 from logitless.ops.chunked import linear_token_stats_chunked
 from logitless.ops.types import OUTPUT_NAMES
 from problems import SIZES
-from tpu_interpreter import INPUTS, SCALARS, Case, Given, check, given, run
+from tpu_interpreter import INPUTS, SCALARS, Case, Given, Steps, check, given, run
 
 slow = pytest.mark.slow
 RAGGED = (37, 24, 301)
@@ -196,6 +196,32 @@ def test_what_is_frozen_is_left_out(wrt, size, layout):
     problem = with_impossible_columns(given(*size, "bfloat16", "bias", "mask", scalars=SCALARS), (3, 5))
     out = check(Case(wrt=wrt, layout=layout), problem)
     assert set(out) == {*OUTPUT_NAMES, *(f"d_{name}" for name in wrt)}
+
+
+@pytest.mark.parametrize(
+    ("v", "dtype", "layout"),
+    [
+        (812, "float32", "DV"),
+        (640, "bfloat16", "VD"),
+        *[
+            pytest.param(v, dtype, layout, marks=slow)
+            for v, dtype, layout in [
+                (812, "bfloat16", "VD"),
+                (896, "float32", "VD"),
+                (896, "bfloat16", "DV"),
+                (515, "float32", "VD"),
+                (1024, "bfloat16", "DV"),
+            ]
+        ],
+    ],
+)
+def test_the_last_block_of_a_frozen_head_ends_anywhere(v, dtype, layout):
+    """Blocks of 512 columns: of the last there are 300, 128, 384, 3 or all."""
+    steps = Steps()
+    case = Case(wrt=("hidden",), outputs=("logprobs", "lse"), blocks=(16, 512), layout=layout, recorder=steps)
+    check(case, given(37, 24, v, dtype, "bias", scalars=SCALARS))
+    # One sweep of 3 x 2 blocks: there is no other kernel for the gradient.
+    assert steps.taken.total() == 6
 
 
 @pytest.mark.parametrize("scalars", [FLATTER, pytest.param({"softcap": 10.0, **FLATTER}, marks=slow)], ids=str)

@@ -1,6 +1,5 @@
 """What the TPU kernels copy by themselves, skip, and share between cores: simulated, with races found."""
 
-import collections
 from dataclasses import replace
 
 import jax
@@ -13,7 +12,7 @@ from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import PASSES
 from logitless.ops.softmax import finish
 from logitless.ops.types import TokenStats
-from tpu_interpreter import SCALARS, Case, Given, check, given, run, watched
+from tpu_interpreter import SCALARS, Case, Given, Steps, check, given, run, watched
 
 slow = pytest.mark.slow
 both_dmas = pytest.mark.parametrize("dma", ["eager", "on_wait"])
@@ -156,17 +155,6 @@ def test_two_cores_for_some_gradients(two_cores, wrt, v):
     problem = given(75, 24, v, "bfloat16", "bias")
     for count in (33,) if v == 300 else (0, 75):
         check(case, first_tokens(problem, count, "cotangents"))
-
-
-class Steps:
-    """Counts the steps of every grid as the simulator takes them."""
-
-    def __init__(self) -> None:
-        self.taken: collections.Counter = collections.Counter()
-
-    def __call__(self, token, point, core):
-        self.taken[tuple(int(x) for x in point)] += 1
-        return token
 
 
 @pytest.mark.parametrize("wrt", [("hidden", "lm_head", "bias"), pytest.param(("hidden",), marks=slow)], ids=str)

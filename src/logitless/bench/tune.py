@@ -27,7 +27,7 @@ from logitless.plan import Chip, plan_function, topology
 from logitless.plan.calibration import expected_kernel_ms
 from logitless.plan.compiler import versions
 
-Kernel = Literal["forward", "backward", "d_lm_head", "d_hidden"]
+Kernel = Literal["forward", "backward", "d_lm_head", "d_hidden", "sweep"]
 WRITES = {"backward": (True, True), "d_lm_head": (False, True), "d_hidden": (True, False)}
 """Whether a kernel makes the gradient of hidden states, and of the head."""
 
@@ -39,7 +39,8 @@ class TuneConfig:
     Args:
         chips: TPUs, as `plan` names them. Where this machine has one it is timed, and can only be that one.
         heads: models such as `qwen2.5-7b`; every known head unless given. Heads of one size make one row.
-        kernels: `forward`, `backward` (both gradients), `d_lm_head` and `d_hidden` (each alone).
+        kernels: `forward`, `backward` (both gradients), `d_lm_head` and `d_hidden` (each alone), or `sweep` (a frozen
+            head: forward and the gradient of hidden states).
         tokens: N.
         dtype: of hidden states and head.
         candidates: how many block sizes are tried, the best by the model first.
@@ -142,8 +143,13 @@ def kernel_program(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -
         shape((n,), jnp.float32),
     )
     none = LogitScalars()
-    if kernel == "forward":
-        return lambda h, w, t, _: linear_token_stats_pallas_tpu(h, w, None, t, None, none, options), args
+
+    def forward(h: Any, w: Any, t: Any, _: Any) -> TokenStats:
+        return linear_token_stats_pallas_tpu(h, w, None, t, None, none, options)
+
+    def sweep(h: Any, w: Any, t: Any, x: Any) -> Any:
+        stats, pull = jax.vjp(lambda hidden: forward(hidden, w, t, x), h)
+        return stats, pull(TokenStats(logprobs=x))
 
     def backward(h: Any, w: Any, t: Any, x: Any) -> Any:
         of_hidden, of_head = (jnp.zeros((), jnp.bool_ if wanted else jnp.int8) for wanted in WRITES[kernel])
@@ -152,7 +158,7 @@ def kernel_program(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -
         residuals = HeadResiduals(inputs, stats, Normaliser(x, x), None, wanted)
         return gradients_by(kernel, residuals, TokenStats(logprobs=x), x != 0, options)
 
-    return backward, args
+    return {"forward": forward, "sweep": sweep}.get(kernel, backward), args
 
 
 def _plan(programs: Programs, chip: str, timeout_s: float) -> dict[tuple[int, int], dict[str, float]]:

@@ -255,15 +255,23 @@ def sweep_kernel(
     maximum = jnp.broadcast_to(jnp.max(running.maximum[...], axis=1, keepdims=True), before.shape)
     shift = jnp.maximum(before - maximum, VANISHED)
     running.maximum[...] = maximum
-    _weigh(head, running, scratch, shift, cut)
-    w = head.lm_head[...].astype(scratch.weights.dtype)
-    part = product(scratch.weights[...], w, (1, cut.v_axis), cut.dtype, cut.options)
-    scratch.sums[...] = scratch.sums[...] * jnp.exp(shift[:, :1]) + part
+
+    def add(columns: int) -> None:
+        _weigh(head, running, scratch, shift, columns)
+        w = head.lm_head[cut.of_vocab(0, columns)].astype(scratch.weights.dtype)
+        part = product(scratch.weights[:, :columns], w, (1, cut.v_axis), cut.dtype, cut.options)
+        scratch.sums[...] = scratch.sums[...] * jnp.exp(shift[:, :1]) + part
+
+    on_each_block(j, cut, lambda columns: add(_whole_lanes(columns)))
 
     @pl.when(j == cut.blocks - 1)
     def _leave():
         total = jnp.sum(running.total[...], axis=1, keepdims=True)
         out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
+
+
+def _whole_lanes(columns: int) -> int:
+    return -(-columns // LANES) * LANES
 
 
 def chunk_rows(block_n: int) -> int:
@@ -307,24 +315,23 @@ def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut
         for k, x in enumerate(xs):
             logits[:, start + k * LANES : start + (k + 1) * LANES] = x
         maximum = jnp.maximum(maximum, _tree(jnp.maximum, xs))
-    for start in range(-(-columns // LANES) * LANES, cut.block_v, LANES):
-        logits[:, start : start + LANES] = jnp.full((cut.block_n, LANES), -jnp.inf, cut.dtype)
     put_sums(running, (maximum, state.total, state.weighted, plain, target))
 
 
-def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, cut: Cut) -> None:
+def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, columns: int) -> None:
     """The block's exponentials: into the sums, and with the slope of each logit into what weighs the head's columns."""
     state, scalars = jax.tree.map(lambda ref: ref[...], running), head.numbers()
     total, weighted = rescaled(state.total, state.weighted, shift)
-    for start in range(0, cut.block_v, SUB_COLUMNS):
-        places = [slice(start + k, start + k + LANES) for k in range(0, SUB_COLUMNS, LANES)]
+    for start in range(0, columns, SUB_COLUMNS):
+        stop = min(start + SUB_COLUMNS, columns)
+        places = [slice(k, k + LANES) for k in range(start, stop, LANES)]
         zs = [scratch.logits[:, place] for place in places]
         es, total, weighted = _add_exponentials([z - state.maximum for z in zs], total, weighted)
         # Cast together: of a single column of registers each would be packed, and stored, by itself.
         weights = jnp.concatenate(es, axis=1)
         if scalars.softcap is not None:
             weights *= softcap_slope(jnp.concatenate(zs, axis=1), scalars)
-        scratch.weights[:, start : start + SUB_COLUMNS] = weights.astype(scratch.weights.dtype)
+        scratch.weights[:, start:stop] = weights.astype(scratch.weights.dtype)
     put_sums(running, (state.maximum, total, weighted, state.plain, state.target))
 
 

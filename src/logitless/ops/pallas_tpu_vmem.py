@@ -191,8 +191,9 @@ def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, b
     by_tokens = kernel not in ("backward", "d_lm_head")
     if by_tokens:
         row_blocks = -(-row_blocks // chip.cores) * chip.cores
-    # The forward pass leaves out the sub-tiles that the last block does not have.
-    columns = -(-problem.vocab // SUB_COLUMNS) * SUB_COLUMNS if kernel == "forward" else column_blocks * block_v
+    # These two leave out the sub-tiles that the last block does not have.
+    of_vocab = -(-problem.vocab // SUB_COLUMNS) * SUB_COLUMNS
+    columns = of_vocab if kernel in ("forward", "sweep") else column_blocks * block_v
     # The matrix units take 256 of the axis that is summed over at a time, and float32 in several passes.
     over_tokens = -(-block_n // MXU_COLUMNS) * MXU_COLUMNS
     logits, to_hidden, to_head = block_n * columns * d, block_n * columns * d, over_tokens * columns * d
