@@ -1,6 +1,5 @@
 """`logitless bench tune`: what is tried, what wins, and the table that is left; the compiler is stood in for."""
 
-import inspect
 import json
 
 import jax
@@ -21,27 +20,33 @@ BF16 = jax.numpy.dtype("bfloat16")
 @pytest.fixture
 def planned(monkeypatch):
     """Plans in which more tokens a block take longer; 1,024 do not compile."""
-    seen = []
+    seen, made, program = [], {}, tune.kernel_program
+
+    def remember(kernel, problem, options):
+        fn, args = program(kernel, problem, options)
+        made[fn] = options.block_n
+        return fn, args
 
     def plan(fn, args, where, **options):
         seen.append((where, *(x.shape for x in args[:2])))
-        block_n = inspect.getclosurevars(inspect.unwrap(fn)).nonlocals["options"].block_n
-        if block_n == 1024:
+        if made[fn] == 1024:
             return ProgramPlan(where, False, "out of VMEM", 2**30)
-        kernel = KernelPlan("logitless_forward.1", (), 1.0, float(block_n), 0.0)
+        kernel = KernelPlan("logitless.1", (), 1.0, float(made[fn]), 0.0)
         return ProgramPlan(where, True, None, 2**30, temp_bytes=0, kernels=(kernel,))
 
+    monkeypatch.setattr(tune, "kernel_program", remember)
     monkeypatch.setattr(tune, "plan_function", plan)
     monkeypatch.setattr(tune, "versions", lambda *_: {"jax": "1", "libtpu": "2"})
     return seen
 
 
-def test_the_fastest_that_compiles_becomes_a_row_and_other_rows_stay(tmp_path, planned):
+@pytest.mark.parametrize("kernel", ["forward", "sweep"])
+def test_the_fastest_that_compiles_becomes_a_row_and_other_rows_stay(kernel, tmp_path, planned):
     out = tmp_path / "table.json"
     other = {"chip": "v5e", "kernel": "forward", "hidden_size": 1, "vocab_size": 2, "dtype": "bfloat16", "block_n": 16}
     out.write_text(json.dumps([other]))
     config = TuneConfig(
-        heads=("qwen2.5-1.5b",), kernels=("forward",), candidates=3, extra=((64, 256), (128, 256)), out=str(out)
+        heads=("qwen2.5-1.5b",), kernels=(kernel,), candidates=3, extra=((64, 256), (128, 256)), out=str(out)
     )
     assert run_tune(config) == run_tune(config) == 0
     kept, row = json.loads(out.read_text())
@@ -49,6 +54,14 @@ def test_the_fastest_that_compiles_becomes_a_row_and_other_rows_stay(tmp_path, p
     assert (row["block_n"], row["block_v"], row["schedule_ms"], row["by"]) == (64, 256, 64.0, "plan")
     assert (row["hidden_size"], row["vocab_size"], row["versions"]["jax"]) == (1536, 151_936, "1")
     assert set(planned) == {("v6e", (8192, 1536), (151_936, 1536))}
+
+
+def test_where_two_kernels_take_the_place_of_one_there_is_no_row(tmp_path, planned, capsys):
+    """Blocks of a v4 that could do a frozen head in one sweep would be slower than two kernels."""
+    out = tmp_path / "table.json"
+    assert run_tune(TuneConfig(chips=("v4",), heads=("qwen2.5-7b",), kernels=("sweep",), out=str(out))) == 0
+    assert not out.exists() and not planned
+    assert "v4 sweep D=3584 V=152064: no row; forward and d_hidden do it here" in capsys.readouterr().err
 
 
 def test_a_row_of_which_nothing_compiles_is_left_out_and_fails(tmp_path, planned):

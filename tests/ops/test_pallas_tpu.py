@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from logitless.ops.chunked import linear_token_stats_chunked
+from logitless.ops.pallas_tpu import linear_token_stats_pallas_tpu
 from logitless.ops.types import OUTPUT_NAMES
-from problems import SIZES
+from problems import SIZES, equations
 from tpu_interpreter import INPUTS, SCALARS, Case, Given, Steps, check, given, run
 
 slow = pytest.mark.slow
@@ -199,29 +201,61 @@ def test_what_is_frozen_is_left_out(wrt, size, layout):
 
 
 @pytest.mark.parametrize(
-    ("v", "dtype", "layout"),
+    ("last", "whole", "dtype", "layout"),
     [
-        (812, "float32", "DV"),
-        (640, "bfloat16", "VD"),
+        (300, 384, "float32", "DV"),
+        (128, 128, "bfloat16", "VD"),
         *[
-            pytest.param(v, dtype, layout, marks=slow)
-            for v, dtype, layout in [
-                (812, "bfloat16", "VD"),
-                (896, "float32", "VD"),
-                (896, "bfloat16", "DV"),
-                (515, "float32", "VD"),
-                (1024, "bfloat16", "DV"),
+            pytest.param(*case, marks=slow)
+            for case in [
+                (300, 384, "bfloat16", "VD"),
+                (384, 384, "float32", "VD"),
+                (384, 384, "bfloat16", "DV"),
+                (3, 128, "float32", "VD"),
+                (512, 512, "bfloat16", "DV"),
             ]
         ],
     ],
 )
-def test_the_last_block_of_a_frozen_head_ends_anywhere(v, dtype, layout):
-    """Blocks of 512 columns: of the last there are 300, 128, 384, 3 or all."""
+def test_the_last_block_of_a_frozen_head_ends_anywhere(last, whole, dtype, layout):
+    """Blocks of 512 columns: the second product of the last takes whole registers of those that there are."""
     steps = Steps()
     case = Case(wrt=("hidden",), outputs=("logprobs", "lse"), blocks=(16, 512), layout=layout, recorder=steps)
-    check(case, given(37, 24, v, dtype, "bias", scalars=SCALARS))
+    problem = given(37, 24, 512 + last, dtype, "bias", scalars=SCALARS)
+    check(case, problem)
     # One sweep of 3 x 2 blocks: there is no other kernel for the gradient.
     assert steps.taken.total() == 6
+    assert second_products(case, problem) == {(16, 512), (16, whole)}
+
+
+def second_products(case: Case, given: Given) -> set[tuple[int, ...]]:
+    """Shapes of the weights that a sweep multiplies with the head."""
+    hidden, *others, _ = given.arguments(case)
+
+    def logprobs(hidden):
+        return linear_token_stats_pallas_tpu(hidden, *others, case.options()).logprobs.sum()
+
+    dots = [x for x in equations(jax.make_jaxpr(jax.grad(logprobs))(hidden).jaxpr) if x.primitive.name == "dot_general"]
+    weights = [x.invars[0].aval.shape for x in dots if x.outvars[0].aval.shape[1] == given.problem.hidden.shape[1]]
+    return {shape for shape in weights if shape[0] == case.blocks[0]}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "dtype", "scalars"),
+    [
+        (RAGGED, "DV", "float32", FLATTER),
+        (STAGED, "VD", "bfloat16", SCALARS),
+        pytest.param(RAGGED, "VD", "bfloat16", FLATTER, marks=slow),
+        pytest.param(STAGED, "DV", "float32", SCALARS, marks=slow),
+    ],
+    ids=["no softcap, DV", "softcap, VD", "no softcap, VD", "softcap, DV"],
+)
+def test_a_frozen_head_in_one_sweep(size, layout, dtype, scalars):
+    """Every statistic is asked for, and two have a cotangent; blocks have no finite logit."""
+    case = Case(wrt=("hidden",), used=("logprobs", "lse"), layout=layout)
+    problem = given(*size, dtype, "bias", "mask", scalars=scalars)
+    for spans in ([(3, 5)], [(256, size[2])], [(0, 256)], [(256, 512)] if size[2] > 512 else [(256, 300)]):
+        check(case, with_impossible_columns(problem, *spans))
 
 
 @pytest.mark.parametrize("scalars", [FLATTER, pytest.param({"softcap": 10.0, **FLATTER}, marks=slow)], ids=str)

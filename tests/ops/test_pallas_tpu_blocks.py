@@ -16,7 +16,7 @@ from logitless.heads import HEADS
 from logitless.ops import pallas_tpu, pallas_tpu_blocks
 from logitless.ops.choice import auto_token_stats
 from logitless.ops.pallas_tpu_blocks import USABLE, backward_kernels, blocks_of, chosen_blocks, fits, read_table
-from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, vmem_of
+from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, seconds_of, vmem_of
 from logitless.ops.types import HeadOptions, LogitScalars
 from logitless.plan import CHIPS
 from problems import in_layout, peaked
@@ -54,6 +54,8 @@ COMPILED = [
     ("7x", "backward", 1536, 151_936, 1024, 1024, BF16, 0, 48_259_072),
     ("v6e", "d_hidden", 4096, 16_384, 1024, 1024, BF16, 0, 76_075_008),
     ("v6e", "d_lm_head", 4096, 16_384, 512, 2048, BF16, 0, 85_000_192),
+    ("v6e", "sweep", 4096, 151_936, 1024, 1536, BF16, 0, 98_504_704),
+    ("v6e", "sweep", 4096, 151_936, 1024, 2048, BF16, 0, 112_193_536),
 ]
 
 
@@ -123,6 +125,22 @@ def test_the_rows_that_ship_choose_for_the_heads_that_people_train():
     assert shipped >= set(itertools.product(("forward", "backward"), (896, 1536, 2048, 4096)))
     assert sizes("forward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 6144)
     assert sizes("backward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 3072)
+
+
+@pytest.mark.parametrize("row", read_table(), ids=lambda row: f"{row['kernel']}-{row['hidden_size']}")
+def test_a_row_that_ships_is_taken_at_its_own_sizes(row):
+    problem = arrays(row["tokens"], row["hidden_size"], row["vocab_size"], row["dtype"])
+    assert sizes(row["kernel"], problem, on(row["chip"])) == (row["block_n"], row["block_v"])
+
+
+@pytest.mark.parametrize("kernel", ["forward", "sweep"])
+def test_columns_that_a_last_block_does_not_have_cost_nothing(kernel):
+    """Two whole blocks, or one and 3 columns of the next: those are made in 256."""
+    few, many = (
+        seconds_of(kernel, HeadProblem(8192, 4096, v, BF16, BF16), chip_of(KINDS["v6e"]), 512, 4096, 8192)
+        for v in (4099, 8192)
+    )
+    assert 17 / 32 * many < few < 0.6 * many
 
 
 def test_a_row_that_would_pad_other_sizes_is_left_aside():

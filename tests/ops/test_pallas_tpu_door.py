@@ -166,6 +166,20 @@ def test_the_kernels_lower_for_a_tpu_under_transforms(wrap):
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+def test_the_targets_columns_are_collected_exactly_whatever_the_precision():
+    """A product with 0 and 1 in one pass would round a float32 head."""
+    options = HeadOptions("DV", precision="default", block_n=16, block_v=256, platform="tpu")
+
+    def loss(hidden, lm_head, targets):
+        stats = linear_token_stats_pallas_tpu(hidden, lm_head, None, targets, None, LogitScalars(), options)
+        return stats.logprobs.sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss))(jnp.ones((32, 128)), jnp.ones((128, 512)), jnp.zeros(32, jnp.int32))
+    dots = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "dot_general"]
+    exact = [eqn for eqn in dots if eqn.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2]
+    assert len(dots) > len(exact) == 1
+
+
 HIDDEN, HEAD, TARGETS = jnp.ones((4, 6)), jnp.ones((6, 9)), jnp.zeros(4, jnp.int32)
 
 
@@ -175,6 +189,19 @@ HIDDEN, HEAD, TARGETS = jnp.ones((4, 6)), jnp.ones((6, 9)), jnp.zeros(4, jnp.int
         ("pallas_tpu", "float32", {}, r"this program is for 'cpu'.*implementation='chunked'.*pallas_tpu_interpret"),
         ("pallas_tpu_interpret", "float16", {}, r"is float16; it takes bfloat16, float32, float64.*'chunked'"),
         ("pallas_tpu_interpret", "float32", {"logits_dtype": "float16"}, r"logits_dtype='float16'.*'chunked'"),
+        (
+            "pallas_tpu_interpret",
+            "float32",
+            {"precision": "high"},
+            r"='high'; .*'default' or 'highest'.*'chunked'",
+        ),
+        (
+            "pallas_tpu_interpret",
+            "float32",
+            {"precision": ("default", "highest")},
+            r"=\('default', 'hi.*'chunked'",
+        ),
+        ("pallas_tpu_interpret", "float32", {"precision": "BF16_BF16_F32"}, r"precision='BF16_BF16_F32'.*'chunked'"),
     ],
 )
 def test_what_cannot_run_says_why_and_what_would(implementation, dtype, options, says):

@@ -141,17 +141,18 @@ def test_two_cores_with_few_tokens_or_none(two_cores):
 
 
 @pytest.mark.parametrize(
-    ("wrt", "v"),
+    ("wrt", "v", "used"),
     [
-        (("hidden",), 300),
-        pytest.param(("hidden",), 512, marks=slow),
-        pytest.param(("lm_head",), 700, marks=slow),
-        pytest.param(("bias",), 700, marks=slow),
+        (("hidden",), 300, None),
+        pytest.param(("hidden",), 512, None, marks=slow),
+        pytest.param(("hidden",), 700, ("logprobs",), marks=slow, id="sweep"),
+        pytest.param(("lm_head",), 700, None, marks=slow),
+        pytest.param(("bias",), 700, None, marks=slow),
     ],
     ids=str,
 )
-def test_two_cores_for_some_gradients(two_cores, wrt, v):
-    case = Case(cores=2, wrt=wrt)
+def test_two_cores_for_some_gradients(two_cores, wrt, v, used):
+    case = Case(cores=2, wrt=wrt, used=used)
     problem = given(75, 24, v, "bfloat16", "bias")
     for count in (33,) if v == 300 else (0, 75):
         check(case, first_tokens(problem, count, "cotangents"))

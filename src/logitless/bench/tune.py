@@ -19,10 +19,10 @@ from logitless.bench.errors import BenchError
 from logitless.heads import HEADS, Head
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import gradients_by, linear_token_stats_pallas_tpu
-from logitless.ops.pallas_tpu_blocks import TABLE, Blocks, fits, ranked_blocks, share_with_targets
+from logitless.ops.pallas_tpu_blocks import TABLE, Blocks, fits, ranked_blocks, share_with_targets, takes_sweep
 from logitless.ops.pallas_tpu_vmem import HeadProblem, chip_of, leaves_in_pieces
 from logitless.ops.softmax import Normaliser
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.types import HeadOptions, Layout, LogitScalars, TokenStats
 from logitless.plan import Chip, plan_function, topology
 from logitless.plan.calibration import expected_kernel_ms
 from logitless.plan.compiler import versions
@@ -92,8 +92,12 @@ def run_tune(config: TuneConfig) -> int:
             raise BenchError(f"bench tune: this machine has a {here.device_kind}, the config asks for {name}")
         for head in _heads(config):
             for kernel in config.kernels:
+                what = f"{name} {kernel} D={head.hidden_size} V={head.vocab_size}"
+                if not _has_kernel(kernel, *_problem(config, chip, head)):
+                    console.print(f"{what}: no row; forward and d_hidden do it here", highlight=False)
+                    continue
                 row, tried = _row(config, chip, head, kernel, timed)
-                console.print(f"{name} {kernel} D={head.hidden_size} V={head.vocab_size}: {tried}", highlight=False)
+                console.print(f"{what}: {tried}", highlight=False)
                 failed += row is None
                 if row is not None:
                     _write(out, row | {"versions": found})
@@ -107,12 +111,22 @@ def _heads(config: TuneConfig) -> list[Head]:
     return list({(x.hidden_size, x.vocab_size): x for x in reversed(models)}.values())[::-1]
 
 
-def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool) -> tuple[dict[str, Any] | None, str]:
-    """The row of the table, None where nothing compiled, and what was tried."""
+def _problem(config: TuneConfig, chip: Chip, head: Head) -> tuple[HeadProblem, HeadOptions]:
     dtype = jnp.dtype(config.dtype)
     options = HeadOptions("VD" if head.tied else "DV", platform="tpu", device_kind=chip.device_kind)
     in_pieces = leaves_in_pieces(head.vocab_size, options.layout)
     problem = HeadProblem(config.tokens, head.hidden_size, head.vocab_size, dtype, dtype, in_pieces=in_pieces)
+    return problem, options
+
+
+def _has_kernel(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -> bool:
+    """False where a frozen head takes two other kernels."""
+    return kernel != "sweep" or takes_sweep(*_arguments(problem, options.layout)[:2], options)
+
+
+def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool) -> tuple[dict[str, Any] | None, str]:
+    """The row of the table, None where nothing compiled, and what was tried."""
+    problem, options = _problem(config, chip, head)
     kind = chip_of(chip.device_kind)
     extra = [Blocks(n, v, kind.vmem_bytes, kind.cores) for n, v in config.extra if fits(kernel, problem, kind, n, v)]
     blocks = list(dict.fromkeys([*ranked_blocks(kernel, problem, kind, options)[: config.candidates], *extra]))
@@ -134,31 +148,35 @@ Programs = dict[tuple[int, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def kernel_program(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -> tuple[Callable[..., Any], Any]:
-    """One kernel with the gathers around it as a function, and the shapes of its arguments."""
+    """One kernel with what XLA does around it as a function, and the shapes of its arguments."""
+    none = LogitScalars()
+
+    def forward(hidden: Any, lm_head: Any, targets: Any, _: Any) -> TokenStats:
+        return linear_token_stats_pallas_tpu(hidden, lm_head, None, targets, None, none, options)
+
+    def sweep(hidden: Any, lm_head: Any, targets: Any, d_logprobs: Any) -> tuple[TokenStats, Any]:
+        stats, pull = jax.vjp(lambda x: forward(x, lm_head, targets, None), hidden)
+        return stats, pull(TokenStats(logprobs=d_logprobs))
+
+    def backward(hidden: Any, lm_head: Any, targets: Any, d_logprobs: Any) -> Any:
+        of_hidden, of_head = (jnp.zeros((), jnp.bool_ if wanted else jnp.int8) for wanted in WRITES[kernel])
+        inputs = HeadInputs(hidden, lm_head, None, targets, None, none)
+        stats, wanted = TokenStats(logprobs=d_logprobs), Differentiated((of_hidden, of_head, jnp.zeros((), jnp.int8)))
+        residuals = HeadResiduals(inputs, stats, Normaliser(d_logprobs, d_logprobs), None, wanted)
+        return gradients_by(kernel, residuals, TokenStats(logprobs=d_logprobs), d_logprobs != 0, options)
+
+    return {"forward": forward, "sweep": sweep}.get(kernel, backward), _arguments(problem, options.layout)
+
+
+def _arguments(problem: HeadProblem, layout: Layout) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes of hidden states, head, targets and a cotangent of each token."""
     n, d, v, shape = problem.tokens, problem.hidden_size, problem.vocab, jax.ShapeDtypeStruct
-    args = (
+    return (
         shape((n, d), problem.hidden_dtype),
-        shape((d, v) if options.layout == "DV" else (v, d), problem.head_dtype),
+        shape((d, v) if layout == "DV" else (v, d), problem.head_dtype),
         shape((n,), jnp.int32),
         shape((n,), jnp.float32),
     )
-    none = LogitScalars()
-
-    def forward(h: Any, w: Any, t: Any, _: Any) -> TokenStats:
-        return linear_token_stats_pallas_tpu(h, w, None, t, None, none, options)
-
-    def sweep(h: Any, w: Any, t: Any, x: Any) -> Any:
-        stats, pull = jax.vjp(lambda hidden: forward(hidden, w, t, x), h)
-        return stats, pull(TokenStats(logprobs=x))
-
-    def backward(h: Any, w: Any, t: Any, x: Any) -> Any:
-        of_hidden, of_head = (jnp.zeros((), jnp.bool_ if wanted else jnp.int8) for wanted in WRITES[kernel])
-        inputs = HeadInputs(h, w, None, t, None, none)
-        stats, wanted = TokenStats(logprobs=x), Differentiated((of_hidden, of_head, jnp.zeros((), jnp.int8)))
-        residuals = HeadResiduals(inputs, stats, Normaliser(x, x), None, wanted)
-        return gradients_by(kernel, residuals, TokenStats(logprobs=x), x != 0, options)
-
-    return {"forward": forward, "sweep": sweep}.get(kernel, backward), args
 
 
 def _plan(programs: Programs, chip: str, timeout_s: float) -> dict[tuple[int, int], dict[str, float]]:
@@ -167,7 +185,7 @@ def _plan(programs: Programs, chip: str, timeout_s: float) -> dict[tuple[int, in
     for sizes, (fn, args) in programs.items():
         plan = plan_function(fn, args, chip, timeout_s=timeout_s, data_shares=share_with_targets)
         if plan.kernels:
-            kernel = plan.kernels[0]
+            (kernel,) = plan.kernels
             expected = expected_kernel_ms(kernel.schedule_ms, kernel.dma_ms)
             found[sizes] = {"time_ms": round(expected, 3), "schedule_ms": round(kernel.schedule_ms, 3)}
     return found

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, get_abstract_mesh
 
@@ -13,7 +14,7 @@ from logitless.ops.head_sharding import HeadSharding
 from logitless.ops.manual import manual_axes, varying_axes
 from logitless.ops.one_pass import FEWEST_TOKENS, tokens_within
 from logitless.ops.pallas_tpu_blocks import has_room
-from logitless.ops.types import HeadOptions
+from logitless.ops.types import HeadOptions, PrecisionLike
 
 COMPILED_DTYPES = ("bfloat16", "float32")
 PALLAS, INTERPRETED = "pallas_tpu", "pallas_tpu_interpret"
@@ -96,6 +97,8 @@ def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: Hea
         return f"an array is {other[0]}; it takes {', '.join(known)}: cast, or use implementation='chunked'"
     if options.logits_dtype not in (None, *known):
         return f"logits_dtype={options.logits_dtype!r}; it rounds to {', '.join(known)}: use implementation='chunked'"
+    if not _takes_precision(options.precision):
+        return f"precision={options.precision!r}; it multiplies in 'default' or 'highest': use implementation='chunked'"
     if not compiled and (why := _why_no_simulation(arrays)):
         return why
     if options.sharding is None and _are_sharded(arrays):
@@ -104,6 +107,14 @@ def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: Hea
             "jax.shard_map, or use implementation='chunked', which XLA partitions"
         )
     return None
+
+
+def _takes_precision(precision: PrecisionLike) -> bool:
+    """Whether Mosaic multiplies so: both operands alike, in one pass or to the last digit."""
+    x, y = precision if isinstance(precision, tuple) else (precision, precision)
+    if isinstance(x, lax.DotAlgorithm | lax.DotAlgorithmPreset) or x in set(lax.DotAlgorithmPreset.__members__):
+        return False
+    return lax.Precision(x) == lax.Precision(y) != lax.Precision.HIGH
 
 
 def _why_no_simulation(arrays: Sequence[jax.Array | None]) -> str | None:

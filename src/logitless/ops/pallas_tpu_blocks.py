@@ -19,7 +19,9 @@ from logitless.ops.pallas_tpu_vmem import (
     Shaped,
     TpuChip,
     chip_of,
+    multiplied_columns,
     seconds_of,
+    up,
     vmem_of,
 )
 from logitless.ops.types import LOGIT_BYTES, HeadOptions
@@ -83,7 +85,7 @@ class Cut:
     def row_parts(self) -> list[slice]:
         """Rows of a block that the forward pass makes logits of at a time: as even as whole registers allow."""
         most = chip_of(self.options.device_kind).softmax_rows
-        size = _up(-(-self.block_n // -(-self.block_n // most)), ROWS)
+        size = up(-(-self.block_n // -(-self.block_n // most)), ROWS)
         return [slice(start, min(start + size, self.block_n)) for start in range(0, self.block_n, size)]
 
     def of_vocab(self, start: int, size: int) -> tuple[slice, slice]:
@@ -194,27 +196,23 @@ def _seconds(kernel: str, problem: HeadProblem, chip: TpuChip, blocks: Blocks) -
 
 def _sizes_n(tokens: int, given: int | None) -> Sequence[int]:
     """Tokens of a block to choose from: no more than there are, and cut evenly."""
-    most = _up(max(tokens, 1), ROWS)
+    most = up(max(tokens, 1), ROWS)
     if given is not None:
         return (min(given, most),)
     sizes = [min(size, most) for size in _BLOCK_N]
-    return sorted({*sizes, *(_up(-(-tokens // -(-tokens // size)), ROWS) for size in sizes if tokens)}, reverse=True)
+    return sorted({*sizes, *(up(-(-tokens // -(-tokens // size)), ROWS) for size in sizes if tokens)}, reverse=True)
 
 
 def _sizes_v(vocab: int, given: int | None) -> Sequence[int]:
-    most = _up(vocab, SUB_COLUMNS)
+    most = up(vocab, SUB_COLUMNS)
     return tuple(dict.fromkeys(min(size, most) for size in ((given,) if given is not None else _BLOCK_V)))
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _check(options: HeadOptions) -> None:
     """Raises ValueError for sizes that no kernel has."""
     for name, given, multiple in (("block_n", options.block_n, ROWS), ("block_v", options.block_v, SUB_COLUMNS)):
         if given is not None and given % multiple:
-            near = " or ".join(str(x) for x in (given // multiple * multiple, _up(given, multiple)) if x)
+            near = " or ".join(str(x) for x in (given // multiple * multiple, up(given, multiple)) if x)
             raise ValueError(
                 f"pallas_tpu: block_sizes: {name}={given}; it must be a multiple of {multiple}: {near} is nearest"
             )
@@ -262,7 +260,7 @@ def _of_table(kernel: str, problem: HeadProblem, chip: TpuChip, options: HeadOpt
     if problem.tokens < 2 * n or problem.vocab < v or not fits(kernel, problem, chip, n, v):
         return None
     # It was made for one N and V: of others it may cut a last block that is mostly padding.
-    if _up(problem.tokens, n) * _up(problem.vocab, v) > PADDED * problem.tokens * problem.vocab:
+    if up(problem.tokens, n) * multiplied_columns(kernel, problem.vocab, v) > PADDED * problem.tokens * problem.vocab:
         return None
     return Blocks(n, v, chip.vmem_bytes, chip.cores)
 

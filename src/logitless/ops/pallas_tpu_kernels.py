@@ -10,6 +10,7 @@ to add up its parts. The forward pass therefore makes a sub-tile by `Cut.row_par
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from logitless.ops.pallas_tpu_blocks import Cut
 from logitless.ops.pallas_tpu_copies import HeadScratch, HiddenRing, Step
-from logitless.ops.pallas_tpu_vmem import CHUNK_ROWS, LANES, SUB_COLUMNS
+from logitless.ops.pallas_tpu_vmem import CHUNK_ROWS, LANES, SUB_COLUMNS, up
 from logitless.ops.softmax import VANISHED, RowTerms, Running, d_logits, rescaled, softcap_slope, transform_logits
 from logitless.ops.tiles import product
 from logitless.ops.types import LogitScalars
@@ -256,22 +257,18 @@ def sweep_kernel(
     shift = jnp.maximum(before - maximum, VANISHED)
     running.maximum[...] = maximum
 
-    def add(columns: int) -> None:
-        _weigh(head, running, scratch, shift, columns)
-        w = head.lm_head[cut.of_vocab(0, columns)].astype(scratch.weights.dtype)
-        part = product(scratch.weights[:, :columns], w, (1, cut.v_axis), cut.dtype, cut.options)
+    def add(whole: int) -> None:
+        _weigh(head, running, scratch, shift, whole)
+        w = head.lm_head[cut.of_vocab(0, whole)].astype(scratch.weights.dtype)
+        part = product(scratch.weights[:, :whole], w, (1, cut.v_axis), cut.dtype, cut.options)
         scratch.sums[...] = scratch.sums[...] * jnp.exp(shift[:, :1]) + part
 
-    on_each_block(j, cut, lambda columns: add(_whole_lanes(columns)))
+    on_each_block(j, cut, lambda columns: add(up(columns, LANES)))
 
     @pl.when(j == cut.blocks - 1)
     def _leave():
         total = jnp.sum(running.total[...], axis=1, keepdims=True)
         out.mean[...] = jnp.where(total > 0, scratch.sums[...] / total, 0.0).astype(out.mean.dtype)
-
-
-def _whole_lanes(columns: int) -> int:
-    return -(-columns // LANES) * LANES
 
 
 def chunk_rows(block_n: int) -> int:
@@ -285,6 +282,7 @@ def _collect_targets(head: HeadRefs, chunks: Ranges, own: Any, j: Any, cut: Cut)
     The tokens are sorted by their targets: a chunk of them meets few sub-tiles, and each sub-tile few chunks.
     """
     rows = chunk_rows(cut.block_n)
+    exact = replace(cut.options, precision=None)
     first_chunk = _token_block(cut) * (cut.block_n // rows)
     for k in range(cut.block_n // rows):
         place = slice(k * rows, (k + 1) * rows)
@@ -296,7 +294,7 @@ def _collect_targets(head: HeadRefs, chunks: Ranges, own: Any, j: Any, cut: Cut)
             columns = pl.ds(start, SUB_COLUMNS)
             w = head.lm_head[:, columns] if cut.v_axis else head.lm_head[columns, :]
             is_own = lax.broadcasted_iota(jnp.int32, (rows, SUB_COLUMNS), 1) == column - start
-            part = product(is_own.astype(w.dtype), w, (1, cut.v_axis), cut.dtype, cut.options)
+            part = product(is_own.astype(w.dtype), w, (1, cut.v_axis), cut.dtype, exact)
             own[place] += part.astype(own.dtype)
 
         begin = jnp.maximum(lowest, 0) // SUB_COLUMNS
@@ -318,12 +316,20 @@ def _keep_logits(head: HeadRefs, running: Running, logits: Any, j: Any, cut: Cut
     put_sums(running, (maximum, state.total, state.weighted, plain, target))
 
 
-def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, columns: int) -> None:
-    """The block's exponentials: into the sums, and with the slope of each logit into what weighs the head's columns."""
+def _weigh(head: HeadRefs, running: Running, scratch: SweepScratch, shift: Array, whole: int) -> None:
+    """The exponentials of a block: into the sums, and with the slope of each logit into what weighs the head's columns.
+
+    Args:
+        head: with the numbers of the softcap.
+        running: sums about the maximum before, but for the maximum.
+        scratch: has the logits, and takes the weights.
+        shift: of the maximum.
+        whole: columns of the block, in whole registers.
+    """
     state, scalars = jax.tree.map(lambda ref: ref[...], running), head.numbers()
     total, weighted = rescaled(state.total, state.weighted, shift)
-    for start in range(0, columns, SUB_COLUMNS):
-        stop = min(start + SUB_COLUMNS, columns)
+    for start in range(0, whole, SUB_COLUMNS):
+        stop = min(start + SUB_COLUMNS, whole)
         places = [slice(k, k + LANES) for k in range(start, stop, LANES)]
         zs = [scratch.logits[:, place] for place in places]
         es, total, weighted = _add_exponentials([z - state.maximum for z in zs], total, weighted)
@@ -457,7 +463,7 @@ def make_d_logits(head: HeadRefs, terms: RowTerms, d_bias: Any | None, d_x: Any,
 
 def _clear(ref: Any, axis: int, start: int) -> None:
     """Zeros from `start` on along an axis, by whole registers."""
-    size, whole = ref.shape[axis], -(-start // LANES) * LANES
+    size, whole = ref.shape[axis], up(start, LANES)
 
     def part(first: int, end: int) -> tuple[slice, slice]:
         return (slice(None), slice(first, end)) if axis else (slice(first, end), slice(None))

@@ -19,8 +19,8 @@ from logitless.ops.derivatives import Passes, logits_vjp
 from logitless.ops.manual import shapes_of_kernel
 from logitless.ops.pallas_tpu import as_columns, each_sum, merge_lanes
 from logitless.ops.pallas_tpu_blocks import Cut
-from logitless.ops.pallas_tpu_kernels import LANES
 from logitless.ops.pallas_tpu_logits_kernels import LogitsRefs, backward_kernel, forward_kernel
+from logitless.ops.pallas_tpu_vmem import LANES, up
 from logitless.ops.softmax import Normaliser, Running, finish, row_terms
 from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
 
@@ -56,7 +56,7 @@ def check_blocks(name: str, options: HeadOptions, dtype: np.dtype) -> None:
     for key, unit in (("block_n", row_unit(dtype)), ("block_v", LANES)):
         size = getattr(options, key)
         if size is not None and size % unit:
-            below, above = size // unit * unit, -(-size // unit) * unit
+            below, above = size // unit * unit, up(size, unit)
             near = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
                 f"{name}: block_sizes[{key!r}] is {size}; on a TPU it must be a multiple of {unit} for {dtype}: "
@@ -72,8 +72,8 @@ def row_unit(dtype: np.dtype) -> int:
 def _cut(logits: Array, options: HeadOptions) -> Cut:
     count, vocab = logits.shape
     unit = row_unit(logits.dtype)
-    block_n = min(options.block_n or BLOCK_N, -(-count // unit) * unit)
-    block_v = min(options.block_v or BLOCK_V, -(-vocab // LANES) * LANES)
+    block_n = min(options.block_n or BLOCK_N, up(count, unit))
+    block_v = min(options.block_v or BLOCK_V, up(vocab, LANES))
     return Cut(vocab, block_n, block_v, MIN_VMEM_LIMIT, 1, accumulator(logits.dtype), options)
 
 

@@ -111,7 +111,12 @@ class HeadProblem:
 
     def padded(self) -> int:
         """Columns of a row of D as VMEM holds it."""
-        return -(-self.hidden_size // LANES) * LANES
+        return up(self.hidden_size, LANES)
+
+
+def up(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def leaves_in_pieces(vocab: int, layout: str) -> bool:
@@ -180,6 +185,11 @@ def _compilers_own(kernel: str, problem: HeadProblem, block_n: int, sub_tiles: i
     return taken
 
 
+def multiplied_columns(kernel: str, vocab: int, block_v: int) -> int:
+    """Of the vocabulary, by a product: the sub-tiles that a last block does not have are left out where tokens lead."""
+    return up(vocab, SUB_COLUMNS if kernel in ("forward", "sweep") else block_v)
+
+
 def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, block_v: int, tokens: int) -> float:
     """About how long a kernel takes for so many tokens, to rank blocks by.
 
@@ -190,12 +200,10 @@ def seconds_of(kernel: str, problem: HeadProblem, chip: TpuChip, block_n: int, b
     d, row_blocks, column_blocks = problem.padded(), max(1, -(-tokens // block_n)), -(-problem.vocab // block_v)
     by_tokens = kernel not in ("backward", "d_lm_head")
     if by_tokens:
-        row_blocks = -(-row_blocks // chip.cores) * chip.cores
-    # These two leave out the sub-tiles that the last block does not have.
-    of_vocab = -(-problem.vocab // SUB_COLUMNS) * SUB_COLUMNS
-    columns = of_vocab if kernel in ("forward", "sweep") else column_blocks * block_v
+        row_blocks = up(row_blocks, chip.cores)
+    columns = multiplied_columns(kernel, problem.vocab, block_v)
     # The matrix units take 256 of the axis that is summed over at a time, and float32 in several passes.
-    over_tokens = -(-block_n // MXU_COLUMNS) * MXU_COLUMNS
+    over_tokens = up(block_n, MXU_COLUMNS)
     logits, to_hidden, to_head = block_n * columns * d, block_n * columns * d, over_tokens * columns * d
     products = {
         "forward": (logits,),
