@@ -123,8 +123,10 @@ def test_the_rows_that_ship_choose_for_the_heads_that_people_train():
     # By the schedule 6,144 columns are 2 % faster than 3,072; the model calls such equal and takes the smaller.
     shipped = {(row["kernel"], row["hidden_size"]) for row in read_table() if row["chip"] == "v6e"}
     assert shipped >= set(itertools.product(("forward", "backward"), (896, 1536, 2048, 4096)))
+    assert ("sweep", 4096) in shipped
     assert sizes("forward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 6144)
     assert sizes("backward", arrays(8192, 1536, 151_936), on("v6e")) == (1024, 3072)
+    assert sizes("sweep", arrays(8192, 4096, 151_936), on("v6e")) == (1024, 2048)
 
 
 @pytest.mark.parametrize("row", read_table(), ids=lambda row: f"{row['kernel']}-{row['hidden_size']}")
