@@ -3,6 +3,7 @@
 import json
 from importlib.util import find_spec
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,8 +13,10 @@ from logitless.bench.errors import BenchError
 from logitless.bench.records import read_records
 from logitless.bench.report import with_tables
 from logitless.cli import main, read_config
+from logitless.ops.pallas_tpu import linear_token_stats_pallas_tpu
 from logitless.ops.pallas_tpu_vmem import HeadProblem, vmem_of
-from logitless.plan import ProgramPlan
+from logitless.ops.types import HeadOptions, LogitScalars
+from logitless.plan import ProgramPlan, plan_function, topology
 from logitless.plan.report import KernelPlan
 
 # Few tokens, so that blocks are small and compile in seconds; full ones are in the record of the matrix.
@@ -48,6 +51,34 @@ def test_the_kernels_compile_within_the_bytes_of_the_model(cell):
     for kernel in record["kernels"]:
         model = vmem_of(kernel["name"], problem, *record["blocks"][kernel["name"]])
         assert kernel["vmem_bytes"] <= sum(model.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
+@pytest.mark.parametrize(
+    ("chip", "wrt", "dtype", "precision"),
+    [
+        ("v6e", (0, 1), "bfloat16", None),
+        ("v6e", (0,), "bfloat16", "highest"),
+        ("v6e", (0, 1), "float32", ("highest", "highest")),
+        ("v5p", (0,), "float32", "default"),
+    ],
+    ids=str,
+)
+def test_a_loss_whose_tokens_and_cotangents_are_constants_compiles(chip, wrt, dtype, precision):
+    """The order of the tokens is a constant as well: the compiler dies where that is scattered."""
+    kind = topology(chip).chip.device_kind
+    options = HeadOptions("DV", precision=precision, block_n=64, block_v=256, platform="tpu", device_kind=kind)
+
+    def loss(hidden, lm_head):
+        targets = jnp.arange(100, dtype=jnp.int32) % 7
+        stats = linear_token_stats_pallas_tpu(hidden, lm_head, None, targets, None, LogitScalars(), options)
+        return -stats.logprobs.mean()
+
+    args = jax.ShapeDtypeStruct((100, 128), dtype), jax.ShapeDtypeStruct((128, 500), dtype)
+    plan = plan_function(jax.grad(loss, wrt), args, chip, timeout_s=300.0)
+    assert plan.fits, plan.reason
+    assert len(plan.kernels) == len(wrt)
 
 
 @pytest.fixture

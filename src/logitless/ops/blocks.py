@@ -111,25 +111,34 @@ def cut_tokens(
         rank = jnp.cumsum(group, dtype=jnp.int32)
         slots = jnp.where(group, filled + rank - 1, slots)
         filled = filled + rank[-1]
-    order = jnp.full(places, count, jnp.int32).at[slots].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
-    most = places // size
-    # Never more than this many; said in the program, `logitless.plan` can read it there.
-    return TokenCut(order, slots, size, most if mask is None else jnp.minimum(-(-filled // size), most))
+    return _listed(_inverse(slots), slots, None if mask is None else filled, size, places)
 
 
 def sort_tokens(key: Int[Array, " N"], mask: Bool[Array, " N"] | None, size: int, even: int = 1) -> TokenCut:
     """Cuts tokens as `cut_tokens` does, those that `mask` keeps in ascending order of `key`."""
     count = key.shape[0]
-    kept = jnp.ones(count, bool) if mask is None else mask
-    index = jnp.arange(count, dtype=jnp.int32)
-    _, _, order = lax.sort((~kept, key, index), num_keys=2)
     places = -(-count // (size * even)) * size * even
-    filled = count if mask is None else jnp.sum(mask, dtype=jnp.int32)
-    slots = jnp.zeros(count, jnp.int32).at[order].set(index)
-    slots, order = jnp.where(kept, slots, places), jnp.where(index < filled, order, count)
+    kept = jnp.ones(count, bool) if mask is None else mask
+    _, _, order = lax.sort((~kept, key, jnp.arange(count, dtype=jnp.int32)), num_keys=2)
+    slots = jnp.where(kept, _inverse(order), places)
+    return _listed(order, slots, None if mask is None else jnp.sum(mask, dtype=jnp.int32), size, places)
+
+
+def _listed(
+    order: Int[Array, " N"], slots: Int[Array, " N"], filled: Int[Array, ""] | None, size: int, places: int
+) -> TokenCut:
+    """The cut of tokens in that order, of which the first `filled` count, or all."""
+    count, most = order.shape[0], places // size
+    if filled is not None:
+        order = jnp.where(jnp.arange(count, dtype=jnp.int32) < filled, order, count)
     order = jnp.concatenate([order, jnp.full(places - count, count, jnp.int32)])
-    most = places // size
-    return TokenCut(order, slots, size, most if mask is None else jnp.minimum(-(-filled // size), most))
+    # Never more than this many; said in the program, `logitless.plan` can read it there.
+    return TokenCut(order, slots, size, most if filled is None else jnp.minimum(-(-filled // size), most))
+
+
+def _inverse(permutation: Int[Array, " N"]) -> Int[Array, " N"]:
+    """Where each number stands, the smallest first: sorted, for XLA's TPU compiler dies on a scatter of constants."""
+    return lax.sort((permutation, jnp.arange(permutation.shape[0], dtype=jnp.int32)), num_keys=1)[1]
 
 
 def take(x: Array, index: Int[Array, " k"], fill: float | int = 0) -> Array:

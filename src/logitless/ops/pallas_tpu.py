@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -41,7 +42,7 @@ from logitless.ops.pallas_tpu_kernels import (
 from logitless.ops.pallas_tpu_vmem import leaves_in_pieces
 from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, merge, row_terms, softcap_slope
 from logitless.ops.tiles import Gradients, terms_in_places
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.types import HeadOptions, LogitScalars, PrecisionLike, TokenStats
 
 
 def linear_token_stats_pallas_tpu(
@@ -221,11 +222,18 @@ def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
     vocab = lm_head.shape[options.layout.index("V")]
     dtype = accumulator(hidden.dtype, lm_head.dtype)
     blocks = blocks_of(kernel, hidden, lm_head, options)
+    options = replace(options, precision=_precision(options.precision))
     cut = Cut(vocab, blocks.block_n, blocks.block_v, blocks.vmem_bytes, blocks.cores, dtype, options)
     if kernel in ("backward", "d_lm_head"):
         # The cores share the vocabulary: one without a block of its own would write another's.
         cut = replace(cut, cores=-(-cut.blocks // cut.blocks_of_core))
     return cut
+
+
+def _precision(given: PrecisionLike) -> PrecisionLike:
+    """None for the highest, which it means: Mosaic takes no word for bfloat16, whose products are exact in one pass."""
+    x = given[0] if isinstance(given, tuple) else given
+    return None if x is not None and lax.Precision(x) == lax.Precision.HIGHEST else given
 
 
 def _refs(inputs: HeadInputs, hidden: Float[Array, "K D"], targets: Int[Array, " K"], cut: Cut) -> HeadRefs:
