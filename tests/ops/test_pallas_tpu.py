@@ -230,10 +230,11 @@ def test_the_last_block_of_a_frozen_head_ends_anywhere(last, whole, dtype, layou
 
 def second_products(case: Case, given: Given) -> set[tuple[int, ...]]:
     """Shapes of the weights that a sweep multiplies with the head."""
-    hidden, *others, _ = given.arguments(case)
+    hidden, lm_head, bias, targets, mask, scalars, _ = given.arguments(case)
 
     def logprobs(hidden):
-        return linear_token_stats_pallas_tpu(hidden, *others, case.options()).logprobs.sum()
+        stats = linear_token_stats_pallas_tpu(hidden, lm_head, bias, targets, mask, scalars, case.options())
+        return stats.logprobs.sum()
 
     dots = [x for x in equations(jax.make_jaxpr(jax.grad(logprobs))(hidden).jaxpr) if x.primitive.name == "dot_general"]
     weights = [x.invars[0].aval.shape for x in dots if x.outvars[0].aval.shape[1] == given.problem.hidden.shape[1]]

@@ -180,6 +180,7 @@ def test_the_targets_columns_are_collected_exactly_whatever_the_precision():
     assert len(dots) > len(exact) == 1
 
 
+ALGORITHM = jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)
 HIDDEN, HEAD, TARGETS = jnp.ones((4, 6)), jnp.ones((6, 9)), jnp.zeros(4, jnp.int32)
 
 
@@ -201,6 +202,7 @@ HIDDEN, HEAD, TARGETS = jnp.ones((4, 6)), jnp.ones((6, 9)), jnp.zeros(4, jnp.int
             {"precision": ("default", "highest")},
             r"=\('default', 'hi.*'chunked'",
         ),
+        ("pallas_tpu_interpret", "float32", {"precision": ALGORITHM}, r"precision=DotAlgorithm.*'chunked'"),
         ("pallas_tpu_interpret", "float32", {"precision": "BF16_BF16_F32"}, r"precision='BF16_BF16_F32'.*'chunked'"),
     ],
 )
@@ -241,6 +243,13 @@ mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 by_tokens = jax.device_put(hidden, NamedSharding(mesh, P("data")))
 refused(linear_logprobs, by_tokens, lm_head, targets)
 refused(linear_logprobs, hidden, jax.device_put(lm_head, NamedSharding(mesh, P("data"))), targets)
+
+@jax.jit
+def traced(hidden, lm_head, targets):
+    loss = lambda hidden: linear_logprobs(jnp.sin(hidden), lm_head, targets, **how).sum()
+    return jax.grad(loss)(hidden)
+
+refused(lambda *x, **_: traced(*x), by_tokens, lm_head, targets)
 with jax.set_mesh(mesh):
     refused(linear_logprobs, hidden, lm_head, targets)
     refused(lambda *x, **how: jax.jit(lambda *y: linear_logprobs(*y, **how))(*x), hidden, lm_head, targets)

@@ -121,7 +121,8 @@ def _problem(config: TuneConfig, chip: Chip, head: Head) -> tuple[HeadProblem, H
 
 def _has_kernel(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -> bool:
     """False where a frozen head takes two other kernels."""
-    return kernel != "sweep" or takes_sweep(*_arguments(problem, options.layout)[:2], options)
+    hidden, lm_head, *_ = _arguments(problem, options.layout)
+    return kernel != "sweep" or takes_sweep(hidden, lm_head, options)
 
 
 def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool) -> tuple[dict[str, Any] | None, str]:

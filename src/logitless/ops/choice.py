@@ -111,8 +111,11 @@ def _why_no_kernel(chosen: str, arrays: Sequence[jax.Array | None], options: Hea
 
 def _takes_precision(precision: PrecisionLike) -> bool:
     """Whether Mosaic multiplies so: both operands alike, in one pass or to the last digit."""
+    # An algorithm is a tuple too.
+    if isinstance(precision, lax.DotAlgorithm):
+        return False
     x, y = precision if isinstance(precision, tuple) else (precision, precision)
-    if isinstance(x, lax.DotAlgorithm | lax.DotAlgorithmPreset) or x in set(lax.DotAlgorithmPreset.__members__):
+    if isinstance(x, lax.DotAlgorithmPreset) or x in set(lax.DotAlgorithmPreset.__members__):
         return False
     return lax.Precision(x) == lax.Precision(y) != lax.Precision.HIGH
 
@@ -128,9 +131,9 @@ def _why_no_simulation(arrays: Sequence[jax.Array | None]) -> str | None:
 
 
 def _are_sharded(arrays: Sequence[jax.Array | None]) -> bool:
-    """Whether an argument is on several devices, or a mesh in scope lets XLA split the program over its own."""
-    mesh = get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1 and any(kind != AxisType.Manual for kind in mesh.axis_types):
+    """Whether an argument is on several devices, or XLA splits the program over a mesh in scope or of an argument."""
+    meshes = [get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays if x is not None)]
+    if any(mesh.size > 1 and any(kind != AxisType.Manual for kind in mesh.axis_types) for mesh in meshes):
         return True
     return any(
         isinstance(x, jax.Array) and not isinstance(x, Tracer) and len(x.sharding.device_set) > 1 for x in arrays
