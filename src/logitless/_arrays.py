@@ -62,8 +62,9 @@ def check_keywords(function: str, given: Collection[str], known: Collection[str]
 
 
 def _nearest(given: object, known: Collection[str], cutoff: float) -> str:
-    near = difflib.get_close_matches(str(given), known, 1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    as_written = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(given).lower(), as_written, 1, cutoff=cutoff)
+    return f"; did you mean {as_written[near[0]]!r}?" if near else ""
 
 
 def as_mask(function: str, mask: MaskArray, argument: str = "mask") -> jax.Array:

@@ -110,6 +110,7 @@ def _sum(hidden, lm_head, targets, row):
         ("{heads: [gtp2]}", "nearest known: gpt2"),
         ("{candidates: 0}", "candidates is 0"),
         ("{kernels: [sideways]}", "sideways"),
+        ("{out: nowhere/table.json}", "there is no folder nowhere"),
     ],
 )
 def test_a_bad_config_is_one_line_and_exit_2(text, message, tmp_path, capsys):

@@ -320,6 +320,48 @@ def test_blocks_that_are_no_whole_registers_are_refused(dtype, sizes, message):
         token_stats_pallas_tpu(logits, targets, None, LogitScalars(), options(**sizes))
 
 
+def blocks_taken(sizes, dtype="float32", kind="TPU v6 lite", n=1024, v=151_936):
+    """The block of logits of the forward kernel, from the traced program."""
+    how = HeadOptions(platform="tpu", device_kind=kind, **sizes)
+    shapes = jax.ShapeDtypeStruct((n, v), dtype), jax.ShapeDtypeStruct((n,), "int32")
+    traced = jax.make_jaxpr(lambda x, t: token_stats_pallas_tpu(x, t, None, LogitScalars(), how))(*shapes)
+    (call,) = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "pallas_call"]
+    refs = [x.aval.shape for x in call.params["jaxpr"].invars if x.aval.dtype == dtype and len(x.aval.shape) == 2]
+    return max(refs, key=lambda shape: shape[0] * shape[1])
+
+
+def test_bytes_bound_a_block_and_its_columns_give_way_first():
+    assert blocks_taken({}) == (256, 2048)
+    assert blocks_taken({"block_bytes": 4 * 256 * 512}) == (256, 512)
+    assert blocks_taken({"block_bytes": 4 * 256 * 600}) == (256, 512)
+    assert blocks_taken({"block_bytes": 4 * 40 * 128}) == (40, 128)
+    assert blocks_taken({"block_bytes": 4 * 64 * 512, "block_n": 64}) == (64, 512)
+    assert blocks_taken({"block_bytes": 4 * 64 * 512, "block_v": 1024}) == (32, 1024)
+    assert blocks_taken({"block_bytes": 2**30}) == (256, 2048)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ({"block_bytes": 4095}, "TPU v6 lite", r"block_bytes=4095; .* 8 x 128, has 4096 bytes of float32 .*'chunked'"),
+        (
+            {"block_n": 512, "block_v": 16_384},
+            "TPU v6 lite",
+            r"512 x 16384 float32 logits take 13\d\.\d MiB of VMEM where a v6e has 118\.0; nearest that fit: "
+            r"block_n=512, block_v=14\d\d\d; or block_n=4\d\d, block_v=16384",
+        ),
+        (
+            {"block_v": 8192},
+            "TPU v4",
+            r"256 x 8192 float32 .* where a v4 has 13\.0; .*: block_n=256, block_v=2\d\d\d; or",
+        ),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused_with_the_nearest_that_do(sizes, kind, message):
+    with pytest.raises(ValueError, match=message):
+        blocks_taken(sizes, kind=kind)
+
+
 def test_derivatives_that_it_does_not_have_are_refused():
     logits, targets, _ = logits_of(4, 5, "float32")
 

@@ -81,6 +81,21 @@ def test_a_loss_whose_tokens_and_cotangents_are_constants_compiles(chip, wrt, dt
     assert len(plan.kernels) == len(wrt)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
+def test_hidden_states_of_one_number_compile():
+    options = HeadOptions("DV", block_n=64, block_v=256, platform="tpu", device_kind="TPU v6 lite")
+
+    def loss(hidden, lm_head, targets):
+        return linear_token_stats_pallas_tpu(
+            hidden, lm_head, None, targets, None, LogitScalars(), options
+        ).logprobs.sum()
+
+    shapes = ((100, 1), "bfloat16"), ((1, 300), "bfloat16"), ((100,), "int32")
+    plan = plan_function(jax.grad(loss, (0, 1)), [jax.ShapeDtypeStruct(*x) for x in shapes], "v6e", timeout_s=300.0)
+    assert plan.fits, plan.reason
+
+
 @pytest.fixture
 def without_a_compiler(monkeypatch):
     calls = []

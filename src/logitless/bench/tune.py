@@ -70,6 +70,8 @@ class TuneConfig:
                 raise BenchError(f"bench tune config: chip {chip!r}; give single TPUs, such as v6e")
         for name in self.heads:
             known_head(name)
+        if self.out is not None and not Path(self.out).parent.is_dir():
+            raise BenchError(f"bench tune config: out is {self.out}; there is no folder {Path(self.out).parent}")
 
 
 def run_tune(config: TuneConfig) -> int:

@@ -368,8 +368,8 @@ def token_stats(
         mask: `[...]`; tokens at 0 give 0, carry no gradient and may hold NaN.
         implementation: `"auto"` or a key of `LOGITS_IMPLEMENTATIONS`.
         sharding: a `logitless.HeadSharding` whose tokens and vocabulary share no axis, None on one device.
-        block_sizes: overrides of an implementation's rule: `block_v`, or `block_bytes`, of which a block takes at least
-            one column of all tokens.
+        block_sizes: overrides of an implementation's rule: `block_v`; `block_n`, which only the TPU kernels have; or
+            `block_bytes`, of which a block of `chunked` takes at least one column of all tokens.
 
     Returns:
         `TokenStats` as from `linear_token_stats`.

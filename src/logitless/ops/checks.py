@@ -130,6 +130,8 @@ def check_options(
         raise ValueError(f"{name}: outputs={outputs!r}; give a tuple of one or more of {', '.join(OUTPUT_NAMES)}")
     for output in outputs:
         check_name(name, "outputs", output, OUTPUT_NAMES)
+    if block_sizes is not None and not isinstance(block_sizes, Mapping):
+        raise TypeError(f"{name}: block_sizes={block_sizes!r}; give a dict of any of {', '.join(BLOCK_SIZES)}")
     sizes = dict(block_sizes or {})
     for key, size in sizes.items():
         check_name(name, "block_sizes", key, BLOCK_SIZES)

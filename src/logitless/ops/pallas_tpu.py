@@ -55,6 +55,10 @@ def linear_token_stats_pallas_tpu(
     options: HeadOptions,
 ) -> TokenStats:
     """`TokenStats` of N tokens; the contract is that of `logitless.ops.api.linear_token_stats`."""
+    if hidden.shape[1] == 1:
+        # Mosaic makes no product of one number of each: a second one, 0.
+        hidden = jnp.pad(hidden, ((0, 0), (0, 1)))
+        lm_head = jnp.pad(lm_head, [(0, 1) if axis == "D" else (0, 0) for axis in options.layout])
     return _token_stats(hidden, lm_head, bias, targets, mask, scalars, options)
 
 

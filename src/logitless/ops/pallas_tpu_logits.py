@@ -5,6 +5,7 @@ them to keep, holds one array of their size and not two. Where they live on, XLA
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,15 +19,17 @@ from logitless._arrays import accumulator
 from logitless.ops.derivatives import Passes, logits_vjp
 from logitless.ops.manual import shapes_of_kernel
 from logitless.ops.pallas_tpu import as_columns, each_sum, merge_lanes
-from logitless.ops.pallas_tpu_blocks import Cut
+from logitless.ops.pallas_tpu_blocks import USABLE, Cut
 from logitless.ops.pallas_tpu_logits_kernels import LogitsRefs, backward_kernel, forward_kernel
-from logitless.ops.pallas_tpu_vmem import LANES, up
-from logitless.ops.softmax import Normaliser, Running, finish, row_terms
-from logitless.ops.types import HeadOptions, LogitScalars, TokenStats
+from logitless.ops.pallas_tpu_vmem import LANES, MIB, chip_of, up
+from logitless.ops.softmax import Normaliser, RowTerms, Running, finish, row_terms
+from logitless.ops.types import LOGIT_BYTES, HeadOptions, LogitScalars, TokenStats
 
 # Of the smallest VMEM among the chips, 16 MB on v4, float32 blocks of the backward pass take half.
 BLOCK_N, BLOCK_V = 256, 2048
-MIN_VMEM_LIMIT = 16 * 2**20
+MIN_VMEM_LIMIT = 16 * MIB
+OTHER_BYTES = 2 * MIB
+"""Of VMEM, set aside for what the compiler adds."""
 
 
 def token_stats_pallas_tpu(
@@ -74,7 +77,46 @@ def _cut(logits: Array, options: HeadOptions) -> Cut:
     unit = row_unit(logits.dtype)
     block_n = min(options.block_n or BLOCK_N, up(count, unit))
     block_v = min(options.block_v or BLOCK_V, up(vocab, LANES))
-    return Cut(vocab, block_n, block_v, MIN_VMEM_LIMIT, 1, accumulator(logits.dtype), options)
+    if options.block_bytes is not None:
+        # Columns give way first: a pass reads every block once, whatever its shape.
+        elements = options.block_bytes // LOGIT_BYTES
+        if options.block_v is None:
+            block_v = min(block_v, max(LANES, elements // block_n // LANES * LANES))
+        if options.block_n is None:
+            block_n = min(block_n, max(unit, elements // block_v // unit * unit))
+        if block_n * block_v > elements:
+            raise ValueError(
+                f"pallas_tpu: block_bytes={options.block_bytes}; the smallest block, {block_n} x {block_v}, has "
+                f"{block_n * block_v * LOGIT_BYTES} bytes of float32 logits: give as many, or use "
+                "implementation='chunked'"
+            )
+    cut = Cut(vocab, block_n, block_v, MIN_VMEM_LIMIT, 1, accumulator(logits.dtype), options)
+    _check_room(cut, logits.dtype, unit)
+    return cut
+
+
+def _check_room(cut: Cut, dtype: np.dtype, unit: int) -> None:
+    """Raises ValueError where the backward pass, which needs more than the forward, would not fit into VMEM."""
+    chip = chip_of(cut.options.device_kind)
+    room = int(USABLE * chip.vmem_bytes) - OTHER_BYTES
+
+    def taken(block_n: int, block_v: int) -> int:
+        sized = replace(cut, block_n=block_n, block_v=block_v)
+        return _block_bytes(sized, dtype, big=2, rows=len(RowTerms._fields) + 1)
+
+    if taken(cut.block_n, cut.block_v) <= room:
+        return
+    fitting = (
+        [(cut.block_n, v) for v in range(cut.block_v, 0, -LANES)],
+        [(n, cut.block_v) for n in range(cut.block_n, 0, -unit)],
+    )
+    nearest = [next((sizes for sizes in several if taken(*sizes) <= room), None) for several in fitting]
+    found = [f"block_n={n}, block_v={v}" for n, v in filter(None, nearest)]
+    needed = taken(cut.block_n, cut.block_v) / MIB
+    raise ValueError(
+        f"pallas_tpu: blocks of {cut.block_n} x {cut.block_v} {dtype} logits take {needed:.1f} MiB of VMEM where a "
+        f"{chip.name} has {room / MIB:.1f}; nearest that fit: {'; or '.join(found)}"
+    )
 
 
 def _forward(
@@ -205,7 +247,8 @@ def _call(
         out_shape=shapes_of_kernel([out_shape], operands),
         input_output_aliases={place: 0} if in_place else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(MIN_VMEM_LIMIT, vmem_bytes + 2 * 2**20)
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=max(MIN_VMEM_LIMIT, vmem_bytes + OTHER_BYTES),
         ),
         name=name,
         interpret=cut.options.interpret or False,
