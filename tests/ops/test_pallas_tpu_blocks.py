@@ -190,7 +190,7 @@ def test_sizes_that_are_given_win():
         ({"block_v": 1000}, "block_v=1000; it must be a multiple of 256: 768 or 1024 is nearest"),
         (
             {"block_n": 1024, "block_v": 4096},
-            "nearest that fit: block_n=1024, block_v=1024; or block_n=512, block_v=2048",
+            "nearest that fit this kernel: block_n=1024, block_v=1024; or block_n=512, block_v=2048",
         ),
         ({"block_bytes": 1000}, "block_bytes=1000; its smallest block has 16384 bytes"),
     ],

@@ -241,7 +241,7 @@ def _refusal(kernel: str, problem: HeadProblem, chip: TpuChip, options: HeadOpti
         f"{sum(budget.values()) / MIB:.2f} MiB of VMEM where {USABLE * chip.vmem_bytes / MIB:g} can be used ({taken})"
     )
     if found:
-        return f"{where}: block_n={n}, block_v={v} take {room}; nearest that fit: {'; or '.join(found)}"
+        return f"{where}: block_n={n}, block_v={v} take {room}; nearest that fit this kernel: {'; or '.join(found)}"
     return f"{where}: the smallest blocks, {n} x {v}, take {room}: use implementation='chunked'"
 
 
