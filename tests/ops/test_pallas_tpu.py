@@ -225,7 +225,9 @@ def test_the_last_block_of_a_frozen_head_ends_anywhere(last, whole, dtype, layou
     check(case, problem)
     # One sweep of 3 x 2 blocks: there is no other kernel for the gradient.
     assert steps.taken.total() == 6
-    assert second_products(case, problem) == {(16, 512), (16, whole)}
+    # Where the kernel collects the targets' columns as well, it takes 256 at a time.
+    collected = {(16, 256)} if layout == "DV" else set()
+    assert second_products(case, problem) == {(16, 512), (16, whole)} | collected
 
 
 def second_products(case: Case, given: Given) -> set[tuple[int, ...]]:

@@ -79,11 +79,13 @@ class _Others(NamedTuple):
     Attributes:
         mean: softmax-weighted mean of the head's columns but the target's, `[K, D]`.
         own: the target's column, `[K, D]`; no rows where it is gathered in the backward pass.
+        order: token in each place.
         slots: place of each token.
     """
 
     mean: Float[Array, "K D"]
     own: Float[Array, "L D"]
+    order: Int[Array, " P"]
     slots: Int[Array, " N"]
 
 
@@ -101,7 +103,7 @@ def _forward(
         running = _run_forward(refs, targets, cut, tokens.blocks, outputs)
         mean = own = jnp.zeros((0, refs.hidden.shape[1]), refs.hidden.dtype)
     results = finish(merge_lanes(running, in_vocab), in_vocab, cut.vocab, outputs)
-    return *jax.tree.map(tokens.scatter, results), _Others(mean, own, tokens.slots)
+    return *jax.tree.map(tokens.scatter, results), _Others(mean, own, tokens.order, tokens.slots)
 
 
 def _sorted(inputs: HeadInputs, cut: Cut) -> tuple[TokenCut, Int[Array, " K"], HeadRefs]:
@@ -210,14 +212,13 @@ def _d_hidden_of_sweep(
         z_target = stats.logprobs + residuals.normaliser.maximum + jnp.log(residuals.normaliser.total)
         of_target *= jnp.where(given, softcap_slope(z_target, scalars), 0.0)
     of_others = terms.shared * residuals.normaliser.total * jnp.where(given, -jnp.expm1(stats.logprobs), 1.0)
-    if options.layout == "VD":
-        own = jnp.take(lm_head, targets, axis=0, mode="clip")
-    else:
-        # XLA would transpose the whole head to gather columns.
-        own = take(others.own, others.slots)
-    mean = take(others.mean, others.slots)
-    d_hidden = of_target[:, None] * own.astype(dtype) + of_others[:, None] * mean.astype(dtype)
-    return jnp.where(active[:, None], d_hidden, 0.0).astype(residuals.inputs.hidden.dtype)
+    # Put together in the order of the places, so that one array of the hidden states' size is moved, and not two.
+    of_target, of_others, active, targets = (take(x, others.order) for x in (of_target, of_others, active, targets))
+    # XLA would transpose the whole head to gather columns.
+    own = jnp.take(lm_head, targets, axis=0, mode="clip") if options.layout == "VD" else others.own
+    d_hidden = of_target[:, None] * own.astype(dtype) + of_others[:, None] * others.mean.astype(dtype)
+    d_hidden = jnp.where(active[:, None], d_hidden, 0.0).astype(residuals.inputs.hidden.dtype)
+    return take(d_hidden, others.slots)
 
 
 def _cut(kernel: str, inputs: HeadInputs, options: HeadOptions) -> Cut:
