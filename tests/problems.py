@@ -100,9 +100,12 @@ def worst(name: str, ours: np.ndarray, plain: np.ndarray, oracle: np.ndarray, al
 
 
 def assert_in_budget(
-    name: str, ours, plain, oracle, *, factor: float = 2.0, ulps: float = 4.0, by_row: bool = True
+    name: str, ours, plain, oracle, *, factor: float = 2.0, ulps: float = 4.0, by_row: bool = True, carried=0.0
 ) -> None:
-    """err(ours) <= factor * err(plain jnp in the same dtypes) + a few units in the last place of the largest value."""
+    """err(ours) <= factor * err(plain jnp in the same dtypes) + a few units in the last place of the largest value.
+
+    `carried` is what of each row's length the rounding of an input may move it by: plain jnp is at times right by luck.
+    """
     eps = float(jnp.finfo(ours.dtype).eps)
     if eps > 1e-4:
         # One cast to 16 bits at the end is half a unit, and the cast of d_logits is in the error of plain jnp.
@@ -121,10 +124,10 @@ def assert_in_budget(
     if by_row and oracle.ndim > 1:
         # A logit of 20 carries a rounding of 20 units into its probability; in 16 bits the cast of a row says more.
         row_ulps = 2.0 if eps > 1e-4 else 16 * ulps
-        _assert_rows_in_budget(name, ours, plain, oracle, factor=1.5 * factor, floor=row_ulps * eps)
+        _assert_rows_in_budget(name, ours, plain, oracle, factor=1.5 * factor, floor=row_ulps * eps + carried)
 
 
-def _assert_rows_in_budget(name: str, ours, plain, oracle, *, factor: float, floor: float) -> None:
+def _assert_rows_in_budget(name: str, ours, plain, oracle, *, factor: float, floor) -> None:
     """Row by row, by their length: on a peaked softmax one large row would pay for all small ones."""
     ours, plain, oracle = (x.reshape(-1, x.shape[-1]) for x in (ours, plain, oracle))
     error, plain_error = (np.linalg.norm(x - oracle, axis=1) for x in (ours, plain))
