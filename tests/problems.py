@@ -100,7 +100,7 @@ def worst(name: str, ours: np.ndarray, plain: np.ndarray, oracle: np.ndarray, al
 
 
 def assert_in_budget(
-    name: str, ours, plain, oracle, *, factor: float = 2.0, ulps: float = 4.0, by_row: bool = True, carried=0.0
+    name: str, ours, plain, oracle, *, factor: float = 2.0, ulps: float = 4.0, by_row: bool = True, carried: Any = 0.0
 ) -> None:
     """err(ours) <= factor * err(plain jnp in the same dtypes) + a few units in the last place of the largest value.
 
@@ -127,7 +127,7 @@ def assert_in_budget(
         _assert_rows_in_budget(name, ours, plain, oracle, factor=1.5 * factor, floor=row_ulps * eps + carried)
 
 
-def _assert_rows_in_budget(name: str, ours, plain, oracle, *, factor: float, floor) -> None:
+def _assert_rows_in_budget(name: str, ours, plain, oracle, *, factor: float, floor: Any) -> None:
     """Row by row, by their length: on a peaked softmax one large row would pay for all small ones."""
     ours, plain, oracle = (x.reshape(-1, x.shape[-1]) for x in (ours, plain, oracle))
     error, plain_error = (np.linalg.norm(x - oracle, axis=1) for x in (ours, plain))
