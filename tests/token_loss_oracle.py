@@ -185,7 +185,7 @@ def plain(problem: Problem, loss: TokenLoss, arguments: tuple, scale: Any, layou
 SMALL_BLOCKS = {"block_n": 8, "block_v": 50}
 
 
-def close(x, y, **kwargs):
+def assert_close(x, y, **kwargs):
     """Float32 to a few roundings."""
     np.testing.assert_allclose(np.asarray(x), np.asarray(y), **{"rtol": 2e-5, "atol": 2e-6, **kwargs})
 

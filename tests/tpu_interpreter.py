@@ -116,7 +116,7 @@ def run(case: Case, given: Given) -> dict[str, np.ndarray]:
         return jax.tree.map(np.asarray, program(*given.arguments(case)))
 
 
-def check(
+def assert_within_budget(
     case: Case,
     given: Given,
     *,

@@ -30,7 +30,7 @@ def stats(implementation, *, layout="VD", blocks=None, **options):
     return linear_token_stats(hidden, head, targets, **run, **options)
 
 
-def near(x, expected):
+def assert_near(x, expected):
     np.testing.assert_allclose(x, expected, atol=1e-8, rtol=0)
 
 
@@ -41,23 +41,23 @@ def near(x, expected):
 @pytest.mark.parametrize("layout", ["DV", "VD"])
 def test_fixture_f_in_both_layouts_at_any_block_size(implementation, layout, blocks):
     out = stats(implementation, layout=layout, blocks=blocks)
-    near(out.logprobs, LOGPROBS)
-    near(out.lse, LSE)
-    near(out.entropy, ENTROPY)
+    assert_near(out.logprobs, LOGPROBS)
+    assert_near(out.lse, LSE)
+    assert_near(out.entropy, ENTROPY)
     assert out.mean_logits is None
 
 
 @everywhere
 def test_08_logit_scale_reaches_values_and_head_gradient(implementation):
     out = stats(implementation, logit_scale=0.0625)
-    near(out.logprobs, [[-1.52853962, -1.65574377, -1.617895], [-1.59730288, -1.57766769, -1.69144885]])
+    assert_near(out.logprobs, [[-1.52853962, -1.65574377, -1.617895], [-1.59730288, -1.57766769, -1.69144885]])
     hidden, lm_head, targets = fixture_f()
 
     def total(w, scale):
         run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes_for(implementation, None)}
         return linear_logprobs(hidden, w, targets, logit_scale=scale, **run).sum()
 
-    near(jax.grad(total)(lm_head, 0.0625), 0.0625 * jax.grad(total)(0.0625 * lm_head, 1.0))
+    assert_near(jax.grad(total)(lm_head, 0.0625), 0.0625 * jax.grad(total)(0.0625 * lm_head, 1.0))
 
 
 @every
@@ -76,7 +76,7 @@ def test_08_logit_scale_reaches_values_and_head_gradient(implementation):
     ids=["scale", "softcap", "temperature", "bias", "all four"],
 )
 def test_10_order_of_bias_scale_softcap_temperature(implementation, options, expected):
-    near(stats(implementation, blocks=2, **options).logprobs[0], expected)
+    assert_near(stats(implementation, blocks=2, **options).logprobs[0], expected)
 
 
 @every
@@ -87,7 +87,7 @@ def test_04_probabilities_sum_to_one_at_any_vocabulary(implementation, vocab):
     for softcap in (None, 1.5):
         run = {"implementation": implementation, "block_sizes": {"block_v": 4}, "softcap": softcap}
         out = linear_token_stats(hidden, lm_head - 2.0, np.arange(vocab), **run)
-        near(np.exp(out.logprobs).sum(), 1.0)
+        assert_near(np.exp(out.logprobs).sum(), 1.0)
         assert (np.asarray(out.logprobs) <= 0).all()
         assert (np.asarray(out.entropy) >= 0).all() and (np.asarray(out.entropy) <= np.log(vocab)).all()
 
@@ -105,8 +105,8 @@ def test_18_a_block_that_is_all_minus_inf(implementation, place, first, blocks, 
     bias[list(place)] = -np.inf
     out = stats(implementation, blocks=blocks, bias=bias)
     if first == 0:
-        near(out.lse, [[0.49986872, 2.10541034, 0.15604939], [1.47599541, 1.22561641, 1.09415964]])
-        near(out.entropy, [[0.96681325, 0.99833102, 1.00226069], [0.96191333, 0.95175637, 0.94794136]])
+        assert_near(out.lse, [[0.49986872, 2.10541034, 0.15604939], [1.47599541, 1.22561641, 1.09415964]])
+        assert_near(out.entropy, [[0.96681325, 0.99833102, 1.00226069], [0.96191333, 0.95175637, 0.94794136]])
     hidden, lm_head, targets = fixture_f()
 
     def loss(hidden, lm_head, bias):
@@ -141,13 +141,13 @@ def test_16_labels_outside_the_vocabulary(implementation):
 
         out = np.asarray(jax.jit(traced)(hidden, lm_head, bad))
         assert np.isnan(out[1, 2])
-        near(np.delete(out.reshape(-1), 5), np.delete(np.reshape(LOGPROBS, -1), 5))
+        assert_near(np.delete(out.reshape(-1), 5), np.delete(np.reshape(LOGPROBS, -1), 5))
         d_lm_head = jax.jit(jax.grad(lambda w, t: run(hidden, w, t).sum()))(lm_head, bad)
         without = jax.grad(lambda w: run(hidden, w, targets).reshape(-1)[:5].sum())(lm_head)
-        near(d_lm_head, without)
+        assert_near(d_lm_head, without)
         mask = np.ones((2, 3), bool)
         mask[1, 2] = False
-        near(run(hidden, lm_head, bad, mask=mask)[mask], np.asarray(LOGPROBS)[mask])
+        assert_near(run(hidden, lm_head, bad, mask=mask)[mask], np.asarray(LOGPROBS)[mask])
 
 
 @every
@@ -155,9 +155,9 @@ def test_20_strided_inputs(implementation):
     hidden, lm_head, targets = fixture_f()
     wide = np.repeat(hidden, 2, axis=1)
     run = functools.partial(linear_logprobs, layout="VD", implementation=implementation)
-    near(run(wide[:, ::2], lm_head, np.repeat(targets, 2, axis=1)[:, ::2]), LOGPROBS)
+    assert_near(run(wide[:, ::2], lm_head, np.repeat(targets, 2, axis=1)[:, ::2]), LOGPROBS)
     logits = np.repeat(hidden @ lm_head.T, 2, axis=-1)[..., ::2]
-    near(token_stats(logits, targets, implementation=implementation).logprobs, LOGPROBS)
+    assert_near(token_stats(logits, targets, implementation=implementation).logprobs, LOGPROBS)
 
 
 @everywhere
@@ -172,7 +172,7 @@ def test_34_entropy_has_a_gradient(implementation):
     ]
     sizes = sizes_for(implementation, {"block_v": 2})
     run = {"layout": "VD", "implementation": implementation, "block_sizes": sizes}
-    near(jax.grad(lambda w: linear_token_stats(hidden, w, targets, **run).entropy.sum())(lm_head), expected)
+    assert_near(jax.grad(lambda w: linear_token_stats(hidden, w, targets, **run).entropy.sum())(lm_head), expected)
 
 
 @everywhere
@@ -193,8 +193,8 @@ def test_36_logprobs_and_entropy_in_one_loss(implementation):
         return out.logprobs.sum() + 0.5 * out.entropy.sum()
 
     value, gradient = jax.value_and_grad(loss)(lm_head)
-    near(value, -7.84101282)
-    near(gradient, expected)
+    assert_near(value, -7.84101282)
+    assert_near(gradient, expected)
 
 
 @every
@@ -206,7 +206,7 @@ def test_38_the_incoming_cotangent_scales_the_gradient(implementation):
         return jax.grad(lambda w: factor * linear_logprobs(hidden, w, targets, **run).sum())(lm_head)
 
     for factor in (0.5, 0.0, -1.0):
-        near(gradient(factor), factor * gradient(1.0))
+        assert_near(gradient(factor), factor * gradient(1.0))
 
 
 @everywhere
@@ -225,7 +225,7 @@ def test_28_each_token_carries_its_own_cotangent(implementation):
     def loss(w):
         return -(g * linear_logprobs(hidden.reshape(6, 3), w, targets.reshape(6), **run)).sum()
 
-    near(jax.grad(loss)(lm_head), expected)
+    assert_near(jax.grad(loss)(lm_head), expected)
 
 
 @everywhere
@@ -244,8 +244,8 @@ def test_42_a_tied_embedding_gets_both_gradients(implementation):
         return -linear_logprobs(e[np.array([0, 1, 2, 3, 4, 0])], e, targets.reshape(6), **run).sum()
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(embedding))
-    near(value, 9.23790926)
-    near(gradient, expected)
+    assert_near(value, 9.23790926)
+    assert_near(gradient, expected)
 
 
 @every
@@ -258,13 +258,13 @@ def test_82_odd_sizes_count_every_token_and_column_once(implementation):
         expected = z[np.arange(n), targets] - np.log(np.exp(z).sum(1))
         for blocks in (None, {"block_n": 1, "block_v": 1}, {"block_n": 2, "block_v": 2}):
             run = {"layout": "VD", "implementation": implementation, "block_sizes": blocks}
-            near(linear_logprobs(hidden, lm_head, targets, **run), expected)
+            assert_near(linear_logprobs(hidden, lm_head, targets, **run), expected)
             p = np.exp(z - np.log(np.exp(z).sum(1, keepdims=True)))
             d_z = np.eye(v)[targets] - p
             gradients = jax.grad(lambda h, w, run=run: linear_logprobs(h, w, targets, **run).sum(), (0, 1))  # noqa: B023 - called within the iteration
             d_hidden, d_lm_head = gradients(hidden, lm_head)
-            near(d_hidden, d_z @ lm_head)
-            near(d_lm_head, d_z.T @ hidden)
+            assert_near(d_hidden, d_z @ lm_head)
+            assert_near(d_lm_head, d_z.T @ hidden)
 
 
 @every
@@ -277,8 +277,8 @@ def test_90_entropy_with_impossible_columns(implementation, z):
         return token_stats(z[None], jnp.zeros(1, jnp.int32), **run).entropy[0]
 
     value, gradient = jax.value_and_grad(of)(jnp.asarray(z))
-    near(value, expected[0])
-    near(gradient, expected[1])
+    assert_near(value, expected[0])
+    assert_near(gradient, expected[1])
 
 
 @pytest.mark.parametrize("implementation", LOGITS_HERE)
@@ -287,7 +287,7 @@ def test_88_support_after_top_p(implementation):
     logits = hidden @ lm_head.T
     logits[..., :2] = -np.inf
     out = token_stats(logits, targets, implementation=implementation, block_sizes={"block_v": 2})
-    near(np.asarray(LSE) - out.lse, [[1.47656192, 0.10571736, 1.51435784], [1.04030596, 0.14131454, 1.25204176]])
+    assert_near(np.asarray(LSE) - out.lse, [[1.47656192, 0.10571736, 1.51435784], [1.04030596, 0.14131454, 1.25204176]])
     outside = targets < 2
     assert (np.asarray(out.logprobs)[outside] == -np.inf).all()
     assert np.isfinite(np.asarray(out.logprobs)[~outside]).all()
@@ -301,9 +301,9 @@ def test_a_row_without_a_finite_logit_is_nan_and_spoils_no_other(implementation)
     logits = np.array([[-np.inf, -np.inf], [0.0, 1.0]])
     out = token_stats(logits, np.array([0, 1]), implementation=implementation)
     assert np.isnan(out.logprobs[0]) and np.isnan(out.lse[0]) and np.isnan(out.entropy[0])
-    near(out.lse[1], np.log(1 + np.e))
+    assert_near(out.lse[1], np.log(1 + np.e))
     gradient = jax.grad(lambda z: token_stats(z, np.array([0, 1]), implementation=implementation).lse[1])(logits)
-    near(gradient, [[0.0, 0.0], [0.26894142, 0.73105858]])
+    assert_near(gradient, [[0.0, 0.0], [0.26894142, 0.73105858]])
 
 
 def test_22_24_no_index_passes_32_bits_at_five_billion_logits():

@@ -23,7 +23,7 @@ SIMULATED: dict[str, Any] = {"layout": "VD", "implementation": INTERPRETED, "blo
 REFERENCE: dict[str, Any] = {"layout": "VD", "implementation": "reference"}
 
 
-def close(one, two):
+def assert_close(one, two):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, two)
 
 
@@ -52,7 +52,7 @@ def value_and_gradients(how, hidden, lm_head, targets, mask):
     ids=["scan", "vmap over masks", "vmap without a mask", "vmap over heads"],
 )
 def test_transforms(transform):
-    close(*(transform(functools.partial(value_and_gradients, how), *batch()) for how in (SIMULATED, REFERENCE)))
+    assert_close(*(transform(functools.partial(value_and_gradients, how), *batch()) for how in (SIMULATED, REFERENCE)))
 
 
 def test_a_training_step_may_donate_the_head():
@@ -68,7 +68,7 @@ def test_a_training_step_may_donate_the_head():
         problem.lm_head
     )
     head, loss = step(problem.hidden, problem.lm_head + 0)
-    close((loss, head), (expected[0], problem.lm_head - 0.1 * expected[1]))
+    assert_close((loss, head), (expected[0], problem.lm_head - 0.1 * expected[1]))
 
 
 def test_forward_mode_and_second_derivatives_raise():
@@ -104,7 +104,7 @@ def test_linear_cross_entropy(options):
 
         return jax.value_and_grad(loss, (0, 1))(problem.hidden, problem.lm_head)
 
-    close(both(SIMULATED), both(REFERENCE))
+    assert_close(both(SIMULATED), both(REFERENCE))
 
 
 def test_linear_grpo_loss():
@@ -119,7 +119,7 @@ def test_linear_grpo_loss():
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, lm_head)
 
-    close(both(SIMULATED), both(REFERENCE))
+    assert_close(both(SIMULATED), both(REFERENCE))
 
 
 def test_28_38_token_losses_carry_their_own_cotangents():
@@ -132,7 +132,7 @@ def test_28_38_token_losses_carry_their_own_cotangents():
 
         return jax.grad(loss, (0, 1))(problem.hidden, problem.lm_head)
 
-    close(gradients(SIMULATED), gradients(REFERENCE))
+    assert_close(gradients(SIMULATED), gradients(REFERENCE))
 
 
 def test_90_entropy_with_an_impossible_column(x64):

@@ -12,7 +12,7 @@ from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import PASSES
 from logitless.ops.softmax import finish
 from logitless.ops.types import TokenStats
-from tpu_interpreter import SCALARS, Case, Given, Steps, check, given, run, watched
+from tpu_interpreter import SCALARS, Case, Given, Steps, assert_within_budget, given, run, watched
 
 slow = pytest.mark.slow
 both_dmas = pytest.mark.parametrize("dma", ["eager", "on_wait"])
@@ -44,7 +44,7 @@ def test_any_number_of_token_blocks_between_two_visits_of_a_block(by, size, dma)
     """A block of `d_hidden` is read again after 1 to 8 steps, or stays in VMEM: one program, the count at run time."""
     problem = given(*size, "float32", "bias", *(["mask"] if by == "mask" else []), scalars={"logit_scale": 0.5})
     for count in (0, 7, 32, 48, 64, 75, 128):
-        out = check(Case(dma=dma), first_tokens(problem, count, by))
+        out = assert_within_budget(Case(dma=dma), first_tokens(problem, count, by))
         assert (out["d_hidden"] != 0).any(axis=1).sum() == count
 
 
@@ -52,7 +52,7 @@ def test_any_number_of_token_blocks_between_two_visits_of_a_block(by, size, dma)
 @slow
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 8])
 def test_a_fixed_number_of_token_blocks(blocks, dma):
-    check(Case(dma=dma, layout="DV"), given(16 * blocks, 24, 700))
+    assert_within_budget(Case(dma=dma, layout="DV"), given(16 * blocks, 24, 700))
 
 
 @both_dmas
@@ -61,13 +61,13 @@ def test_a_fixed_number_of_token_blocks(blocks, dma):
 def test_a_run_time_number_of_token_blocks_for_some_gradients(wrt, dma):
     problem = given(75, 24, 640, "bfloat16", "bias", scalars=SCALARS)
     for count in (0, 16, 32, 48, 64, 75):
-        check(Case(dma=dma, wrt=wrt), first_tokens(problem, count, "cotangents"))
+        assert_within_budget(Case(dma=dma, wrt=wrt), first_tokens(problem, count, "cotangents"))
 
 
 @pytest.mark.parametrize(("v", "layout"), [(896, "DV"), pytest.param(1920, "VD", marks=slow)])
 def test_a_block_of_the_head_that_leaves_in_several_copies(v, layout):
     """Two staging buffers and four copies a block: a buffer is filled again only once its copy has ended."""
-    check(Case(wrt=("lm_head",), blocks=(16, 1024), layout=layout), given(37, 24, v))
+    assert_within_budget(Case(wrt=("lm_head",), blocks=(16, 1024), layout=layout), given(37, 24, v))
 
 
 @both_dmas
@@ -131,13 +131,13 @@ def test_two_cores_with_odd_and_even_numbers_of_blocks(two_cores, size, layout, 
     case = Case(layout=layout, dma=dma, cores=2)
     problem = given(*size, "float32", "bias", "mask", scalars=SCALARS)
     # The simulated cores wait for each other in turns: a run takes as long as ten of one core.
-    check(case, first_tokens(problem, size[0] - 9, "mask"))
+    assert_within_budget(case, first_tokens(problem, size[0] - 9, "mask"))
 
 
 @slow
 def test_two_cores_with_few_tokens_or_none(two_cores):
     for count in (0, 3, 20):
-        check(Case(cores=2), first_tokens(given(75, 24, 700, "float32", "bias", "mask"), count, "mask"))
+        assert_within_budget(Case(cores=2), first_tokens(given(75, 24, 700, "float32", "bias", "mask"), count, "mask"))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_two_cores_for_some_gradients(two_cores, wrt, v, used):
     case = Case(cores=2, wrt=wrt, used=used)
     problem = given(75, 24, v, "bfloat16", "bias")
     for count in (33,) if v == 300 else (0, 75):
-        check(case, first_tokens(problem, count, "cotangents"))
+        assert_within_budget(case, first_tokens(problem, count, "cotangents"))
 
 
 @pytest.mark.parametrize("wrt", [("hidden", "lm_head", "bias"), pytest.param(("hidden",), marks=slow)], ids=str)

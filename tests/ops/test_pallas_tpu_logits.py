@@ -61,7 +61,7 @@ def run(logits, targets, cotangents, how: HeadOptions, mask=None, scalars=(), im
     return out, d_logits
 
 
-def check(logits, targets, how: HeadOptions, mask=None, scalars=(), seed: int = 0):
+def assert_within_budget(logits, targets, how: HeadOptions, mask=None, scalars=(), seed: int = 0):
     """Statistics and gradient within the error budget; returns ours."""
     cotangents = np.random.default_rng(seed).normal(size=(len(how.outputs), targets.size)).astype(np.float32)
     # One token that only the mean logit flows to, and one that nothing does.
@@ -102,7 +102,7 @@ def logits_of(n: int, v: int, dtype: str, seed: int = 0):
 def test_options_stay_in_budget_on_ragged_sizes(option, dtype):
     logits, targets, mask = logits_of(37, 301, dtype)
     mode = MODES[dtype == "bfloat16"]
-    check(
+    assert_within_budget(
         logits,
         targets,
         options(mode, block_v=256),
@@ -127,13 +127,13 @@ def test_options_stay_in_budget_on_ragged_sizes(option, dtype):
 )
 def test_sizes_and_blocks_stay_in_budget(size, blocks, mode):
     logits, targets, mask = logits_of(size[0], size[1], "float32")
-    check(logits, targets, options(mode, block_n=blocks[0], block_v=blocks[1]), mask)
+    assert_within_budget(logits, targets, options(mode, block_n=blocks[0], block_v=blocks[1]), mask)
 
 
 @pytest.mark.parametrize("outputs", [("lse",), ("entropy",), ("mean_logits",)])
 def test_each_output_alone(outputs):
     logits, targets, _ = logits_of(16, 256, "float32")
-    check(logits, targets, options(outputs=outputs))
+    assert_within_budget(logits, targets, options(outputs=outputs))
 
 
 @pytest.fixture
@@ -162,7 +162,9 @@ def test_columns_that_are_impossible(scalars):
     logits = logits.at[6, :].set(-jnp.inf).at[6, targets[6]].set(3.0)  # none but the target
     logits = logits.at[7:9, ::2].set(-jnp.inf)
     # Not of the mean logit: such a column has no gradient, where -inf would have one.
-    ours, d_logits = check(logits, targets, options(outputs=("logprobs", "lse", "entropy")), scalars=scalars)
+    ours, d_logits = assert_within_budget(
+        logits, targets, options(outputs=("logprobs", "lse", "entropy")), scalars=scalars
+    )
     assert np.isnan(ours.lse[4]) and ours.logprobs[5] == -jnp.inf and ours.logprobs[6] == 0.0
     assert not np.asarray(d_logits)[np.isinf(logits)].any()
 
@@ -217,7 +219,7 @@ def test_a_nan_logit_spoils_its_row():
 @pytest.mark.parametrize("vocab", [256, 200], ids=["at a block's end", "inside a block"])
 def test_a_target_outside_the_vocabulary(vocab):
     logits, targets, _ = logits_of(16, vocab, "float32")
-    out, d_logits = check(logits, targets.at[5].set(vocab), options())
+    out, d_logits = assert_within_budget(logits, targets.at[5].set(vocab), options())
     assert np.isnan(out.logprobs[5]) and np.isfinite(out.lse[5]) and np.isfinite(d_logits).all()
 
 

@@ -147,7 +147,7 @@ def expected(case: Case) -> tuple[Any, Any]:
         return jax.tree.map(np.asarray, plain), jax.tree.map(np.asarray, oracle)
 
 
-def check(case: Case, found: Any, ulps: float = 8.0) -> None:
+def assert_within_budget(case: Case, found: Any, ulps: float = 8.0) -> None:
     plain, oracle = expected(case)
     for name, ours, *others in zip(NAMES, found, plain, oracle, strict=True):
         ours = np.asarray(jax.device_get(ours))
@@ -179,7 +179,7 @@ def several_pieces(monkeypatch):
 def test_every_layout_in_several_pieces(layout, name, several_pieces):
     case = CASES[name]
     problem, cotangents = given(case)
-    check(case, outcome(problem, cotangents, case, "chunked", sharding_of(layout, case.vocab_size)))
+    assert_within_budget(case, outcome(problem, cotangents, case, "chunked", sharding_of(layout, case.vocab_size)))
 
 
 @pytest.mark.parametrize("implementation", HERE)
@@ -187,7 +187,7 @@ def test_every_layout_in_several_pieces(layout, name, several_pieces):
 def test_every_layout_and_implementation(layout, implementation):
     case = CASES["columns taken out"]
     problem, cotangents = given(case)
-    check(case, outcome(problem, cotangents, case, implementation, sharding_of(layout, case.vocab_size)))
+    assert_within_budget(case, outcome(problem, cotangents, case, implementation, sharding_of(layout, case.vocab_size)))
 
 
 @pytest.mark.parametrize("layout", ["gather_tokens", pytest.param("gather_head", marks=slow)])
@@ -198,7 +198,7 @@ def test_the_kernels_of_a_tpu(layout, case, monkeypatch):
         sharded_device, "GATHERED_BYTES", 2 * 128 * 24 * 4 if layout == "gather_head" else 2 * 2 * 24 * 4
     )
     problem, cotangents = given(case)
-    check(case, outcome(problem, cotangents, case, INTERPRETED, sharding_of(layout, case.vocab_size)))
+    assert_within_budget(case, outcome(problem, cotangents, case, INTERPRETED, sharding_of(layout, case.vocab_size)))
 
 
 @slow
@@ -207,7 +207,7 @@ def test_the_kernels_of_a_tpu(layout, case, monkeypatch):
 def test_the_kernels_of_a_tpu_without_a_gather(layout, name):
     case = CASES[name]._replace(shape=(2, 8))
     problem, cotangents = given(case)
-    check(case, outcome(problem, cotangents, case, INTERPRETED, sharding_of(layout, case.vocab_size)))
+    assert_within_budget(case, outcome(problem, cotangents, case, INTERPRETED, sharding_of(layout, case.vocab_size)))
 
 
 def test_a_ragged_head_on_a_tpu_is_read_as_it_lies(monkeypatch):
@@ -218,7 +218,7 @@ def test_a_ragged_head_on_a_tpu_is_read_as_it_lies(monkeypatch):
     for layout in ("gather_head", "gather_tokens", "data x two of vocabulary"):
         with tracing_for("tpu", "TPU v6 lite"):
             found = outcome(problem, cotangents, case, "chunked", sharding_of(layout, case.vocab_size))
-        check(case, found)
+        assert_within_budget(case, found)
         jax.clear_caches()
 
 

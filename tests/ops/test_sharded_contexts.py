@@ -69,7 +69,7 @@ def expected() -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, jax.value_and_grad(loss, (0, 1, 2))(*given(), None, implementation="reference"))
 
 
-def check(found: tuple[Any, Any]) -> None:
+def assert_within_budget(found: tuple[Any, Any]) -> None:
     for ours, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected()), strict=True):
         np.testing.assert_allclose(ours, want, rtol=2e-5, atol=2e-5 * float(np.abs(want).max()))
 
@@ -88,14 +88,14 @@ def test_meshes_whose_axes_are_explicit_or_automatic(kind, head):
         for x, spec in zip(given(), specs_of(sharding), strict=True)
     ]
     with jax.set_mesh(sharding.mesh):  # pyright: ignore[reportArgumentType]
-        check(jax.jit(step)(*placed))
+        assert_within_budget(jax.jit(step)(*placed))
         # What is whole on every device is cut.
-        check(jax.jit(step)(*given()))
-        check(step(*placed))
-    check(jax.jit(step)(*placed))
+        assert_within_budget(jax.jit(step)(*given()))
+        assert_within_budget(step(*placed))
+    assert_within_budget(jax.jit(step)(*placed))
     if kind == "Auto":
         # Of explicit axes JAX itself asks for `jax.set_mesh`.
-        check(jax.jit(step)(*given()))
+        assert_within_budget(jax.jit(step)(*given()))
 
 
 def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -112,7 +112,9 @@ def test_inside_the_shard_map_of_a_caller(checked, head):
         return lax.psum(loss(*args, sharding), sharding.token_axes)
 
     everywhere: Any = {"mesh": sharding.mesh, "in_specs": specs, "check_vma": checked}
-    check(jax.jit(jax.value_and_grad(jax.shard_map(of_all, out_specs=P(), **everywhere), (0, 1, 2)))(*given()))
+    assert_within_budget(
+        jax.jit(jax.value_and_grad(jax.shard_map(of_all, out_specs=P(), **everywhere), (0, 1, 2)))(*given())
+    )
 
     def step(*args: Any) -> Any:
         value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*args, sharding)
@@ -123,7 +125,7 @@ def test_inside_the_shard_map_of_a_caller(checked, head):
             gradients = [sum_over(x, own) / copies for x, own in zip(gradients, axes, strict=True)]
         return lax.psum(value, sharding.token_axes), tuple(gradients)
 
-    check(jax.jit(jax.shard_map(step, out_specs=(P(), specs[:3]), **everywhere))(*given()))
+    assert_within_budget(jax.jit(jax.shard_map(step, out_specs=(P(), specs[:3]), **everywhere))(*given()))
 
 
 @pytest.mark.parametrize("head", LAYOUTS)
@@ -140,7 +142,7 @@ def test_inside_a_shard_map_over_some_of_the_axes(checked, head):
 
     over: Any = {"mesh": sharding.mesh, "axis_names": {"data"}, "check_vma": checked}
     run = jax.shard_map(of_all, in_specs=tuple(map(only_data, specs_of(sharding))), out_specs=P(), **over)
-    check(jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*given()))
+    assert_within_budget(jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*given()))
 
 
 def test_one_pass_inside_the_shard_map_of_a_caller():

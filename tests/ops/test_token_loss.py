@@ -71,7 +71,7 @@ def make_problem(size: tuple[int, int, int], dtype: str, option: str, seed: int)
     return problem._replace(bias=problem.bias.at[spare].set(-jnp.inf))
 
 
-def check(
+def assert_within_budget(
     size: tuple[int, int, int], dtype: str, layout: Layout, option: str, loss: str, implementation: str, blocks: str
 ) -> None:
     for seed in range(3):
@@ -128,13 +128,13 @@ CASES = [
     [("one_pass", *case) for case in CASES] + [("chunked", *case) for case in CASES[::4]],
 )
 def test_options_and_losses_stay_in_budget_on_ragged_sizes(implementation, dtype, layout, option, loss):
-    check((37, 24, 301), dtype, layout, option, loss, implementation, "ragged blocks")
+    assert_within_budget((37, 24, 301), dtype, layout, option, loss, implementation, "ragged blocks")
 
 
 @blocked
 @pytest.mark.parametrize(("layout", "option", "loss"), [("DV", "all", "weighted nll"), ("VD", "bias", "clipped")])
 def test_float64_stays_in_budget(x64, layout, option, loss, implementation):
-    check((37, 24, 301), "float64", layout, option, loss, implementation, "ragged blocks")
+    assert_within_budget((37, 24, 301), "float64", layout, option, loss, implementation, "ragged blocks")
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,15 @@ def test_float64_stays_in_budget(x64, layout, option, loss, implementation):
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_and_blocks_stay_in_budget(size, implementation, blocks):
     layout = "DV" if blocks in ("own rule", "tiny blocks") else "VD"
-    check(SIZES[size], "float32", layout, "all without a cap", "weighted nll", implementation, blocks)
+    assert_within_budget(SIZES[size], "float32", layout, "all without a cap", "weighted nll", implementation, blocks)
 
 
 @pytest.mark.parametrize("option", ["temperature", "logit_scale"])
 def test_one_block_of_the_vocabulary_is_as_right_as_many(option):
     # Its loop runs once: what XLA unrolls, it also rounds differently.
-    check(SIZES["smaller than any block"], "float32", "VD", option, "weighted nll", "one_pass", "ragged blocks")
+    assert_within_budget(
+        SIZES["smaller than any block"], "float32", "VD", option, "weighted nll", "one_pass", "ragged blocks"
+    )
 
 
 def near(x, expected):

@@ -10,7 +10,7 @@ import pytest
 
 from logitless.ops.api import linear_logprobs, linear_token_loss
 from problems import TOKEN_LOSS_HERE, in_layout, peaked
-from token_loss_oracle import SMALL_BLOCKS, clipped, close, loss_of, weighted_nll
+from token_loss_oracle import SMALL_BLOCKS, assert_close, clipped, loss_of, weighted_nll
 
 # What one pass has alone: the others are a sum over statistics, whose own tests ask the same of them.
 one_pass = pytest.mark.parametrize("implementation", ["one_pass"])
@@ -48,8 +48,8 @@ def test_masked_tokens_may_hold_anything(implementation):
     assert (np.asarray(logprobs)[masked] == 0).all() and (np.asarray(d_hidden)[masked] == 0).all()
     run = {"layout": "VD", "implementation": "reference", "mask": problem.mask}
     expected = linear_logprobs(problem.hidden, problem.lm_head, problem.targets, **run)
-    close(logprobs, expected, rtol=1e-5)
-    close(value, -(np.log(weights) * np.asarray(expected)).sum(), rtol=1e-5)
+    assert_close(logprobs, expected, rtol=1e-5)
+    assert_close(value, -(np.log(weights) * np.asarray(expected)).sum(), rtol=1e-5)
 
 
 @every
@@ -82,12 +82,12 @@ def test_any_leading_axes(implementation, shape):
 
     (value, logprobs), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, lm_head)
     assert value.shape == () and logprobs.shape == shape and value.dtype == logprobs.dtype == jnp.float32
-    close(logprobs, np.full(shape, -np.log(40)))
-    close(value, np.log(40) * np.asarray(weights).sum(), rtol=1e-5)
+    assert_close(logprobs, np.full(shape, -np.log(40)))
+    assert_close(value, np.log(40) * np.asarray(weights).sum(), rtol=1e-5)
     d_z = np.asarray(weights)[..., None] * (1 / 40 - np.eye(40)[np.asarray(targets)])
     assert gradients[0].shape == hidden.shape
-    close(gradients[0], d_z.sum(-1, keepdims=True) * np.ones(6), atol=1e-4)
-    close(gradients[1], np.asarray(hidden).reshape(-1, 6).T @ d_z.reshape(-1, 40), rtol=1e-4, atol=1e-5)
+    assert_close(gradients[0], d_z.sum(-1, keepdims=True) * np.ones(6), atol=1e-4)
+    assert_close(gradients[1], np.asarray(hidden).reshape(-1, 6).T @ d_z.reshape(-1, 40), rtol=1e-4, atol=1e-5)
 
 
 def typed(logprob, on, times, kind, total):
@@ -114,9 +114,9 @@ def test_arguments_of_any_dtype_and_single_numbers(implementation):
     for total in (7, np.float32(7)):
         value, gradients = jax.value_and_grad(loss, (0, 1))(problem.hidden, problem.lm_head, total)
         expected = wanted(problem.hidden, problem.lm_head)
-        close(value, expected[0], rtol=1e-5)
+        assert_close(value, expected[0], rtol=1e-5)
         for x, y in zip(gradients, expected[1], strict=True):
-            close(x, y, rtol=1e-4, atol=1e-5)
+            assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @every
@@ -172,12 +172,12 @@ def test_jit_vmap_scan_and_remat_agree_with_eager(implementation):
         return jax.vmap(loss, axes)(hidden, lm_head, *batch).sum()
 
     for other in (vmapped, remat):
-        jax.tree.map(functools.partial(close, rtol=1e-4, atol=1e-5), other, eager)
+        jax.tree.map(functools.partial(assert_close, rtol=1e-4, atol=1e-5), other, eager)
     for through in (through_scan, through_vmap):
         value, gradients = jax.jit(jax.value_and_grad(through, (0, 1)))(hidden, lm_head)
-        close(value, eager[0].sum(), rtol=1e-5)
-        close(gradients[0], eager[1][0], rtol=1e-4, atol=1e-5)
-        close(gradients[1], eager[1][1].sum(0), rtol=1e-4, atol=1e-5)
+        assert_close(value, eager[0].sum(), rtol=1e-5)
+        assert_close(gradients[0], eager[1][0], rtol=1e-4, atol=1e-5)
+        assert_close(gradients[1], eager[1][1].sum(0), rtol=1e-4, atol=1e-5)
 
 
 @one_pass
@@ -191,9 +191,9 @@ def test_vmap_over_heads_over_weights_and_over_numbers(implementation):
         return jax.value_and_grad(loss_of(problem, implementation, weights), (0, 1))(problem.hidden, head)
 
     expected = jax.tree.map(lambda *x: jnp.stack(x), *(both(*(x[i] for x in each)) for i in range(2)))
-    jax.tree.map(functools.partial(close, rtol=1e-4, atol=1e-5), jax.vmap(both)(*each), expected)
+    jax.tree.map(functools.partial(assert_close, rtol=1e-4, atol=1e-5), jax.vmap(both)(*each), expected)
     numbers = jax.vmap(lambda x: both(problem.lm_head, x)[1][0])(jnp.asarray([1.0, 0.0, -2.0]))
-    close(numbers, jnp.asarray([1.0, 0.0, -2.0])[:, None, None] * expected[1][0][0][None], rtol=1e-4, atol=1e-5)
+    assert_close(numbers, jnp.asarray([1.0, 0.0, -2.0])[:, None, None] * expected[1][0][0][None], rtol=1e-4, atol=1e-5)
 
 
 @every
@@ -208,8 +208,8 @@ def test_a_training_step_may_donate_the_head(implementation):
     new, value = jax.jit(step, donate_argnums=0)(head, problem.hidden)
     assert head.is_deleted()
     expected, expected_value = jax.jit(step)(problem.lm_head, problem.hidden)
-    close(new, expected)
-    close(value, expected_value)
+    assert_close(new, expected)
+    assert_close(value, expected_value)
 
 
 def test_forward_mode_and_second_derivatives_raise():
@@ -262,9 +262,9 @@ def test_16_a_target_outside_the_vocabulary(implementation):
             both(*problem[:2], targets, None)
         (value, logprobs), gradients = traced(*problem[:2], targets, jnp.ones(11, bool))
         assert np.isnan(value) and np.isnan(logprobs).tolist() == [i == 4 for i in range(11)]
-        close(logprobs[others], wanted[others], rtol=1e-5)
+        assert_close(logprobs[others], wanted[others], rtol=1e-5)
         for x, y in zip(gradients, expected, strict=True):
-            close(x, y, rtol=1e-4, atol=1e-4)
+            assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @every
@@ -289,7 +289,7 @@ def test_a_target_without_probability_sends_nothing_back(implementation):
     _, expected = both(*problem[:2], bias, jnp.asarray(~shared))
     for x, y in zip(gradients, expected, strict=True):
         assert np.isfinite(x).all()
-        close(x, y, rtol=1e-4, atol=1e-4)
+        assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
 @one_pass
@@ -367,4 +367,4 @@ def test_a_traced_value_from_around_the_loss_is_refused(implementation):
             ValueError, match="token_loss reads a traced value from outside itself; give it in token_args"
         ):
             traced(2.0, problem.hidden)
-    close(loss(jnp.asarray(2.0), problem.hidden), loss(1.0, problem.hidden) / 2)
+    assert_close(loss(jnp.asarray(2.0), problem.hidden), loss(1.0, problem.hidden) / 2)

@@ -15,7 +15,7 @@ from logitless.ops import one_pass
 from logitless.ops.api import linear_logprobs, linear_token_loss
 from logitless.ops.blocks import cut_tokens
 from problems import dynamic_loops, equations, in_layout, peaked
-from token_loss_oracle import clipped, close, loss_of, weighted_nll
+from token_loss_oracle import assert_close, clipped, loss_of, weighted_nll
 
 
 def slopes_at_the_probes_are_zero(logprob, weight):
@@ -68,7 +68,7 @@ def test_blocks_without_a_slope_are_not_walked_again(tiles, weights, mask, logit
     assert tiles == {"logits_tile": logits, "d_logits_tile": d_logits}
     plain = loss_of(problem, "reference", jnp.asarray(weights, jnp.float32), mask=counts)
     for x, y in zip(gradients, jax.grad(plain, (0, 1))(*problem[:2]), strict=True):
-        close(x, y, rtol=1e-4, atol=2e-5)
+        assert_close(x, y, rtol=1e-4, atol=2e-5)
 
 
 def test_a_block_whose_slopes_vanish_at_its_own_logprobs_is_not_walked_again(tiles):
@@ -93,7 +93,7 @@ def test_a_wrong_guess_of_the_probes_costs_no_digits():
         for name in ("one_pass", "reference")
     )
     for x, y in zip(*gradients, strict=True):
-        close(x, y, rtol=1e-3, atol=1e-5 * np.abs(y).max())
+        assert_close(x, y, rtol=1e-3, atol=1e-5 * np.abs(y).max())
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,7 +136,7 @@ def test_a_call_that_nobody_differentiates_is_the_forward_pass_of_chunked():
             assert problem.lm_head.shape not in shapes
             texts.append((jax.jit(loss).lower(*problem[:2]).compile().as_text() or "").count(" dot("))
         assert texts == [1, 1]
-        close(*(loss_of(problem, name, mask=mask)(*problem[:2]) for name in ("one_pass", "chunked")), rtol=1e-5)
+        assert_close(*(loss_of(problem, name, mask=mask)(*problem[:2]) for name in ("one_pass", "chunked")), rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["DV", "VD"])
@@ -208,7 +208,7 @@ def test_two_calls_of_one_program_that_differ_in_what_is_frozen(call, frozen, n)
             both = jax.grad(lambda h, w, one=one, other=other: one(h, w) + other(h, w), (0, 1))(*inputs)
         expected = (jax.grad(one, (0, 1))(*inputs), jax.grad(other, (0, 1))(*inputs))
         for x, y, z in zip(both, *expected, strict=True):
-            close(x, y + z, rtol=1e-4, atol=1e-4)
+            assert_close(x, y + z, rtol=1e-4, atol=1e-4)
             assert np.abs(y).max() > 1e-3
 
 
