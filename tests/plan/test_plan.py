@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from logitless import linear_grpo_loss, linear_logprobs
 from logitless.plan import CHIPS, CompilerMissing, ProgramPlan, largest, plan_function, planner, topology
-from logitless.plan.compiler import versions
+from logitless.plan.bundles import ALLOCATIONS, BUNDLES, SLOTS
+from logitless.plan.compiler import compiled, versions
 
 libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
 TPUS = [name for name, chip in CHIPS.items() if chip.platform == "tpu"]
@@ -31,6 +34,19 @@ def shape(*dims: int, dtype=jnp.float32, sharding=None) -> jax.ShapeDtypeStruct:
 
 def sum_of_products(x, y):
     return jnp.tanh(x @ y).sum()
+
+
+def twice(x, rows):
+    """A Mosaic kernel over blocks of so many rows."""
+
+    def kernel(x, y):
+        y[...] = jnp.tanh(x[...]) * 2
+
+    spec = pl.BlockSpec((rows, 512), lambda i: (i, 0))
+    call = pl.pallas_call(
+        kernel, grid=(x.shape[0] // rows,), in_specs=[spec], out_specs=spec, out_shape=x, name="twice"
+    )
+    return call(x)
 
 
 @libtpu
@@ -178,28 +194,34 @@ def test_what_does_not_fit_is_an_answer_with_the_bytes_it_wants():
 
 @libtpu
 def test_a_kernel_is_planned_by_its_schedule_and_one_that_takes_too_much_vmem_is_refused_by_the_compiler():
-    def kernel(x, y):
-        y[...] = jnp.tanh(x[...]) * 2
-
-    def run(x, rows):
-        spec = pl.BlockSpec((rows, 512), lambda i: (i, 0))
-        call = pl.pallas_call(
-            kernel, grid=(x.shape[0] // rows,), in_specs=[spec], out_specs=spec, out_shape=x, name="twice"
-        )
-        return call(x)
-
     x = shape(131_072, 512)
-    plan = plan_function(lambda x: run(x, 256), (x,), "v6e")
+    plan = plan_function(lambda x: twice(x, 256), (x,), "v6e")
     (one,) = plan.kernels
     assert one.name.startswith("twice") and one.grid == (512,) and one.runs == 1 and not one.unknown
     # Each row is read once and written once: bound by its copies.
     assert one.dma_ms == pytest.approx(2 * 131_072 * 512 * 4 / 1.64e12 * 1e3)
     assert plan.expected_ms > one.dma_ms > one.schedule_ms / 2
-    memory = plan_function(lambda x: run(x, 256), (x,), "v6e", schedules=False)
+    memory = plan_function(lambda x: twice(x, 256), (x,), "v6e", schedules=False)
     assert memory.total_bytes == plan.total_bytes and memory.expected_ms is None and not memory.kernels
     assert "the schedules of its kernels were not asked for" in memory.notes[-1]
-    large = plan_function(lambda x: run(x, 32_768), (x,), "v6e")
+    large = plan_function(lambda x: twice(x, 32_768), (x,), "v6e")
     assert not large.fits and "vmem" in large.reason.lower() and "\n" not in large.reason
+
+
+@libtpu
+def test_of_the_compilers_many_passes_only_what_is_read_is_written_out(monkeypatch):
+    written = set()
+
+    @contextmanager
+    def watched(*args, **kwargs):
+        with compiled(*args, **kwargs) as result:
+            written.update(path.name for path in result.schedules.glob("*twice*"))
+            yield result
+
+    monkeypatch.setattr(planner, "compiled", watched)
+    plan_function(lambda x: twice(x, 8), (shape(64, 512),), "v6e", use_cache=False)
+    kinds = {re.sub(r".*twice[^-]*-\d+-", "", name) for name in written}
+    assert {BUNDLES, SLOTS, ALLOCATIONS} <= kinds and len(kinds) <= 4
 
 
 @libtpu
@@ -211,7 +233,6 @@ def test_answers_are_kept_and_a_corrupt_one_is_made_anew(own_cache, monkeypatch)
     assert not own_cache.exists()
     first = plan()
     (entry,) = own_cache.iterdir()
-    compiled = planner.compiled
     monkeypatch.setattr(planner, "compiled", lambda *args, **kwargs: pytest.fail("compiled again"))
     kept = plan(reserve_bytes=5)
     assert kept.compile_s == 0 and kept.reserve_bytes == 5

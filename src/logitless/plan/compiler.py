@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from logitless.plan.bundles import ALLOCATIONS, BUNDLES, SLOTS
 from logitless.plan.chips import Topology
 from logitless.plan.program import Program
 
@@ -111,8 +112,8 @@ def compiled(
 ) -> Iterator[Compiled]:
     """Compiles a program in a child process; its files are gone when the context ends.
 
-    Without `schedules` those of its kernels are not written out, which for a whole training step takes minutes and
-    gigabytes: the compiler writes out all that it makes.
+    Without `schedules` those of its kernels are not written out: the compiler writes out those of all instructions,
+    thousands of files for a whole training step.
 
     Raises:
         ValueError: the compiler knows no such topology.
@@ -146,7 +147,10 @@ def _environment(platform: str, folder: Path, schedules: Path | None) -> dict[st
     environment |= {"JAX_ENABLE_X64": str(jax.config.read("jax_enable_x64")), "TPU_LOG_DIR": str(folder / "logs")}
     if schedules is not None:
         schedules.mkdir()
-        environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={schedules} --xla_jf_dump_llo_text=true"
+        # Each of some seventy passes over each instruction otherwise, gigabytes that take as long as compiling.
+        read = "|".join(Path(name).stem for name in (BUNDLES, SLOTS, ALLOCATIONS))
+        dump = ("dump_llo_text=true", f"dump_to={schedules}", f"dump_llo_pass_label_regex={read}")
+        environment["LIBTPU_INIT_ARGS"] = " ".join(f"--xla_jf_{flag}" for flag in dump)
     return environment
 
 

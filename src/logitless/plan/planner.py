@@ -61,7 +61,7 @@ def plan_function(
         python: interpreter of the environment that has the compiler; this one unless given.
         use_cache: keep answers in `$LOGITLESS_CACHE/plan`, and take them from there.
         schedules: read the schedules of Mosaic kernels, without which a program that has any gets no time. The compiler
-            writes out those of all that it compiles: for a whole training step minutes, and gigabytes of scratch disk.
+            writes out those of all that it compiles: for a whole training step thousands of files.
         data_shares: `(kernel, grid)` to the share of its steps in which the regions of a kernel run whose condition
             hangs on data, None where nobody knows; of two regions under a condition and its negation, the longer one.
             Without it they count in full.
