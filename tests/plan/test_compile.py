@@ -20,7 +20,7 @@ from logitless.plan import ProgramPlan, plan_function, topology
 from logitless.plan.report import KernelPlan
 
 # Few tokens, so that blocks are small and compile in seconds; full ones are in the record of the matrix.
-CONFIG = CompileConfig("matrix", (Cells((64,), (1000,)),), tokens=512)
+CONFIG = CompileConfig("matrix", (Cells((64,), (1000,)),), tokens=256)
 
 # Every chip, both layouts, a D that is no multiple of 128 and a V that is none of 16, one and two backward kernels.
 DOZEN = [
@@ -31,7 +31,7 @@ DOZEN = [
     ("v5p", 2048, 128_256, "VD"),
     ("v5p", 4096, 32_000, "DV"),
     ("7x", 896, 262_144, "DV"),
-    ("7x", 8192, 128_256, "VD"),
+    ("7x", 2048, 128_256, "VD"),
     ("v6e", 896, 151_936, "VD"),
     ("v6e", 1536, 50_257, "DV"),
     ("v6e", 4096, 151_936, "DV"),
