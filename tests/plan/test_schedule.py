@@ -59,7 +59,7 @@ def test_first_and_last_step_of_the_inner_axis(dump):
     stores = SWEEPS * TILE_REGISTERS + STEPS * TILE_REGISTERS + SWEEPS * PACKED_REGISTERS
     assert slots(kernel, "VSTORE") == stores
     assert kernel.mxu == pytest.approx(STEPS * PRODUCT_SLOTS / (2 * kernel.cycles))
-    assert kernel.undecided == ()
+    assert kernel.undecided == () and kernel.least_mxu == kernel.mxu
 
 
 def test_full_and_tail_body_count_once_together(dump):
@@ -109,6 +109,8 @@ def test_data_dependent_region_counts_in_full_and_is_reported(dump):
     (region,) = kernel.undecided
     assert region.cycles == STEPS * (region.end - region.start)
     assert kernel.mxu == pytest.approx(STEPS * PRODUCT_SLOTS / (2 * kernel.cycles))
+    # The product is in that region: none without it.
+    assert kernel.least_mxu == 0 and kernel.least_cycles == kernel.cycles - region.cycles
     assert "spop" in region.condition and "3.0" in region.condition
     assert not region.is_loop
 
@@ -213,6 +215,6 @@ def test_of_two_regions_that_exclude_each_other_the_least_time_has_the_shorter()
     alone, loop = region(11, 15, "%q", True), region(15, 17, "%r", True, is_loop=True)
     ran = scalar_unit.Run([3] * 20, [*pair, alone, loop], collections.Counter(), {})
     # 20 bundles, three times; without the longer of the pair, and without the region that stands alone.
-    assert schedule._least_cycles(ran) == 3 * (20 - 6 - 4)
+    assert sum(schedule._least_visits(ran)) == 3 * (20 - 6 - 4)
     schedule._settle_exclusive(ran)
     assert sum(ran.visits) == 3 * (20 - 3)

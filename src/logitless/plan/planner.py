@@ -252,6 +252,7 @@ def _kernel(name: str, call: KernelCall, result: Compiled, chip: Chip, shares: M
         most_ms=most_ms,
         dma_ms=dma_ms,
         mxu_use=schedule.mxu,
+        least_mxu_use=schedule.least_mxu,
         spills=schedule.spill_stores + schedule.spill_loads,
         vmem_bytes=schedule.vmem_bytes,
         unknown=tuple(unknown),
@@ -266,9 +267,10 @@ def _with_shares(plan: ProgramPlan, data_shares: Callable[[str, tuple[int, ...]]
         if share is None or kernel.most_ms == kernel.least_ms:
             return kernel
         schedule_ms = kernel.least_ms + share * (kernel.most_ms - kernel.least_ms)
-        # The products are those of either branch.
-        mxu_use = None if kernel.mxu_use is None else kernel.mxu_use * kernel.most_ms / schedule_ms
-        return dataclasses.replace(kernel, schedule_ms=schedule_ms, mxu_use=mxu_use)
+        # A region may have products of its own, as the one that collects targets.
+        least_busy, most_busy = kernel.least_ms * kernel.least_mxu_use, kernel.most_ms * kernel.mxu_use
+        busy = least_busy + share * (most_busy - least_busy)
+        return dataclasses.replace(kernel, schedule_ms=schedule_ms, mxu_use=busy / schedule_ms)
 
     return dataclasses.replace(plan, kernels=tuple(map(shared, plan.kernels)))
 

@@ -21,7 +21,8 @@ class KernelPlan:
         least_ms: the same where no region runs that hangs on data.
         most_ms: the same where each does.
         dma_ms: bytes that it moves from and to HBM, over the bandwidth; all runs. None where they cannot be told.
-        mxu_use: share of the slots of the matrix units that are used.
+        mxu_use: share of the slots of the matrix units that are used in `schedule_ms`.
+        least_mxu_use: the same in `least_ms`.
         spills: registers spilled and read again, over all steps.
         vmem_bytes: that it takes.
         unknown: regions that hang on data, and axes of unknown length.
@@ -38,6 +39,7 @@ class KernelPlan:
     unknown: tuple[str, ...] = ()
     least_ms: float = 0.0
     most_ms: float = 0.0
+    least_mxu_use: float | Any = None
 
 
 @dataclass(frozen=True)

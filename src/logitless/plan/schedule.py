@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from logitless.plan import bundles, scalar_unit
@@ -43,6 +44,8 @@ class KernelSchedule:
     """Share of all slots that are used, over all cycles, by the dump's name of the slot."""
     mxu: float
     """Share of the matrix units' peak."""
+    least_mxu: float
+    """The same over `least_cycles`."""
     spill_stores: int
     spill_loads: int
     """Spilled vector registers written and read again, over all cycles."""
@@ -102,14 +105,12 @@ def read_kernel(
         grid = tuple(next(rest, 1) if bound == DYNAMIC_BOUND else bound for bound in bounds)
     else:
         ran = scalar_unit.run(program, _dynamic_axes(program, instruction, grid))
-    least_cycles = _least_cycles(ran)
+    least_visits = _least_visits(ran)
     undecided = _settle_exclusive(ran)
-    cycles = sum(ran.visits)
-    totals = {
-        column: sum(count * visits for count, visits in zip(used, ran.visits, strict=True))
-        for column, used in slots.used.items()
-    }
+    cycles, least_cycles = sum(ran.visits), sum(least_visits)
+    totals = {column: _over(used, ran.visits) for column, used in slots.used.items()}
     slot_use = {column: total / (cycles * slots.capacity[column]) for column, total in totals.items()}
+    mxu = next(column for column in MXU_COLUMNS if column in slot_use)
     return KernelSchedule(
         name=instruction,
         grid=grid,
@@ -118,7 +119,8 @@ def read_kernel(
         least_cycles=least_cycles,
         bundles=program.bundles,
         slot_use=slot_use,
-        mxu=next(slot_use[column] for column in MXU_COLUMNS if column in slot_use),
+        mxu=slot_use[mxu],
+        least_mxu=_over(slots.used[mxu], least_visits) / (least_cycles * slots.capacity[mxu]),
         spill_stores=totals["VSTORE:SPILL"],
         spill_loads=totals["VLOAD:FILL"],
         vmem_bytes=bundles.parse_vmem_bytes(allocations),
@@ -126,6 +128,11 @@ def read_kernel(
         hbm_write_bytes=_copied_bytes(ran, "to_hbm", granule_bytes),
         undecided=tuple(undecided),
     )
+
+
+def _over(used: Sequence[int], visits: Sequence[int]) -> int:
+    """Slots over all visits of the bundles that use them."""
+    return sum(count * times for count, times in zip(used, visits, strict=True))
 
 
 def _unnumbered(name: str) -> str:
@@ -177,8 +184,8 @@ def _settle_exclusive(ran: scalar_unit.Run) -> list[UndecidedRegion]:
     ]
 
 
-def _least_cycles(ran: scalar_unit.Run) -> int:
-    """Cycles where no undecided region runs that need not; a loop turns once all the same."""
+def _least_visits(ran: scalar_unit.Run) -> list[int]:
+    """Visits where no undecided region runs that need not; a loop turns once all the same."""
     visits = list(ran.visits)
     regions = sorted(ran.undecided, key=lambda region: sum(ran.visits[region.start : region.end]))
     for k, region in enumerate(regions):
@@ -186,7 +193,7 @@ def _least_cycles(ran: scalar_unit.Run) -> int:
         is_needed = region.is_loop or any(regions.index(other) > k for other in may_run_instead)
         if not is_needed:
             visits[region.start : region.end] = [0] * (region.end - region.start)
-    return sum(visits)
+    return visits
 
 
 def _exclude_each_other(a: scalar_unit.Undecided, b: scalar_unit.Undecided) -> bool:
