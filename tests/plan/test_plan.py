@@ -215,6 +215,7 @@ def test_of_the_compilers_many_passes_only_what_is_read_is_written_out(monkeypat
     @contextmanager
     def watched(*args, **kwargs):
         with compiled(*args, **kwargs) as result:
+            assert result.schedules is not None
             written.update(path.name for path in result.schedules.glob("*twice*"))
             yield result
 
