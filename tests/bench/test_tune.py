@@ -70,6 +70,12 @@ def test_a_row_of_which_nothing_compiles_is_left_out_and_fails(tmp_path, planned
     assert not (tmp_path / "table.json").exists()
 
 
+def test_an_extra_size_that_does_not_fit_is_said_to_be_left_out(tmp_path, planned, capsys):
+    table, extra = str(tmp_path / "table.json"), ((64, 256), (4096, 65_536))
+    assert run_tune(TuneConfig(heads=("gpt2",), kernels=("forward",), candidates=1, extra=extra, out=table)) == 0
+    assert "64 x 256: " in (said := capsys.readouterr().err) and "; 4096 x 65536 does not fit" in said
+
+
 def test_every_size_of_a_head_makes_one_row():
     assert len(tune._heads(TuneConfig())) == len({(x.hidden_size, x.vocab_size) for x in HEADS.values()})
 

@@ -131,7 +131,8 @@ def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool
     """The row of the table, None where nothing compiled, and what was tried."""
     problem, options = _problem(config, chip, head)
     kind = chip_of(chip.device_kind)
-    extra = [Blocks(n, v, kind.vmem_bytes, kind.cores) for n, v in config.extra if fits(kernel, problem, kind, n, v)]
+    fitting = [sizes for sizes in config.extra if fits(kernel, problem, kind, *sizes)]
+    extra = [Blocks(n, v, kind.vmem_bytes, kind.cores) for n, v in fitting]
     blocks = list(dict.fromkeys([*ranked_blocks(kernel, problem, kind, options)[: config.candidates], *extra]))
     programs = {
         (x.block_n, x.block_v): kernel_program(kernel, problem, replace(options, block_n=x.block_n, block_v=x.block_v))
@@ -139,6 +140,7 @@ def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool
     }
     times = _time(programs, config.runs, head.vocab_size) if timed else _plan(programs, chip.name, config.timeout_s)
     said = ", ".join(f"{n} x {v}: {found['time_ms']:.2f} ms" for (n, v), found in times.items())
+    said += "".join(f"; {n} x {v} does not fit" for n, v in config.extra if (n, v) not in fitting)
     if not times:
         return None, f"none of {len(blocks)} compiled"
     best = min(times, key=lambda sizes: times[sizes]["time_ms"])
