@@ -12,6 +12,7 @@ from logitless.bench.compile_matrix import CHIPS, Cells, CompileConfig, cells_of
 from logitless.bench.errors import BenchError
 from logitless.bench.records import read_records
 from logitless.bench.report import with_tables
+from logitless.bench.tune import kernel_program
 from logitless.cli import main, read_config
 from logitless.ops.pallas_tpu import linear_token_stats_pallas_tpu
 from logitless.ops.pallas_tpu_vmem import HeadProblem, vmem_of
@@ -94,6 +95,16 @@ def test_hidden_states_of_one_number_compile():
     shapes = ((100, 1), "bfloat16"), ((1, 300), "bfloat16"), ((100,), "int32")
     plan = plan_function(jax.grad(loss, (0, 1)), [jax.ShapeDtypeStruct(*x) for x in shapes], "v6e", timeout_s=300.0)
     assert plan.fits, plan.reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
+def test_how_many_blocks_each_of_two_cores_has_is_known_to_the_plan():
+    options = HeadOptions("VD", block_n=64, block_v=256, platform="tpu", device_kind=topology("v5p").chip.device_kind)
+    bf16 = jnp.dtype("bfloat16")
+    fn, args = kernel_program("d_hidden", HeadProblem(512, 128, 1000, bf16, bf16), options)
+    (kernel,) = plan_function(fn, args, "v5p", timeout_s=300.0).kernels
+    assert kernel.grid == (1, 4, 4) and not kernel.unknown
 
 
 @pytest.fixture

@@ -292,6 +292,9 @@ def _call(
 
     def run(blocks: Any, *args: Any) -> Any:
         of_core = (-(-blocks // cut.cores), cut.blocks) if by_tokens else (cut.blocks_of_core, blocks)
+        if by_tokens and cut.cores > 1 and not isinstance(blocks, int):
+            # Never more than this many; said in the program, `logitless.plan` can read it there.
+            of_core = (jnp.minimum(of_core[0], args[0].hidden.shape[0] // (cut.block_n * cut.cores)), cut.blocks)
         return pl.pallas_call(
             functools.partial(kernel, cut=cut),
             grid=(cut.cores, *of_core),
