@@ -89,6 +89,11 @@ def dynamic_loops(fn: Callable[..., Any], *args) -> int:
     return sum(eqn.primitive.name == "while" for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
+def assert_near(x: Any, expected: Any) -> None:
+    """For what was worked out by hand, in float64: to the digits that it is written with."""
+    np.testing.assert_allclose(x, expected, atol=1e-8, rtol=0)
+
+
 def worst(name: str, ours: np.ndarray, plain: np.ndarray, oracle: np.ndarray, allowed: float) -> str:
     """What a failed budget prints: the element furthest out, with every value of it."""
     error = np.abs(ours - oracle)

@@ -10,7 +10,7 @@ import pytest
 
 from logitless.ops.api import linear_logprobs, linear_token_stats, token_stats
 from logitless.ops.types import Layout
-from problems import EVERYWHERE, HERE, INTERPRETED, LOGITS_HERE, equations, fixture_f, sizes_for
+from problems import EVERYWHERE, HERE, INTERPRETED, LOGITS_HERE, assert_near, equations, fixture_f, sizes_for
 
 pytestmark = pytest.mark.usefixtures("x64")
 every = pytest.mark.parametrize("implementation", HERE)
@@ -28,10 +28,6 @@ def stats(implementation, *, layout="VD", blocks=None, **options):
     sizes = sizes_for(implementation, {"block_v": blocks, "block_n": 4} if blocks else None)
     run = {"layout": layout, "implementation": implementation, "block_sizes": sizes}
     return linear_token_stats(hidden, head, targets, **run, **options)
-
-
-def assert_near(x, expected):
-    np.testing.assert_allclose(x, expected, atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize(

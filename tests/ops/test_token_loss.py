@@ -9,7 +9,7 @@ import pytest
 
 from logitless.ops.api import linear_token_loss
 from logitless.ops.types import Layout
-from problems import SIZES, TOKEN_LOSS_HERE, Problem, assert_in_budget, fixture_f, in_layout, peaked
+from problems import SIZES, TOKEN_LOSS_HERE, Problem, assert_in_budget, assert_near, fixture_f, in_layout, peaked
 from token_loss_oracle import LOSSES, Outcome, TokenLoss, by_hand, plain, softmax, weighted_nll
 
 every = pytest.mark.parametrize("implementation", TOKEN_LOSS_HERE)
@@ -154,10 +154,6 @@ def test_one_block_of_the_vocabulary_is_as_right_as_many(option):
     )
 
 
-def near(x, expected):
-    np.testing.assert_allclose(x, expected, atol=1e-8, rtol=0)
-
-
 def _small(implementation: str, layout: Layout = "VD", **options):
     """A problem of four blocks of tokens, and `(hidden, lm_head) -> (loss, logprobs)`."""
     problem = peaked(11, 6, 90, "float32")
@@ -278,8 +274,8 @@ def test_28_each_token_carries_its_own_cotangent(x64, implementation, layout, bl
     (_, logprobs), gradient = jax.value_and_grad(
         lambda w: linear_token_loss(hidden, w, targets, weighted_nll, (g,), **run), has_aux=True
     )(head)
-    near(gradient if layout == "VD" else gradient.T, expected)
-    near(logprobs, [[-0.70239081, -2.71926404, -2.13514837], [-1.61467381, -1.40126372, -3.21403343]])
+    assert_near(gradient if layout == "VD" else gradient.T, expected)
+    assert_near(logprobs, [[-0.70239081, -2.71926404, -2.13514837], [-1.61467381, -1.40126372, -3.21403343]])
 
 
 @every
@@ -298,8 +294,8 @@ def test_42_a_tied_embedding_gets_both_gradients(x64, implementation):
         return linear_token_loss(e[np.array([0, 1, 2, 3, 4, 0])], e, targets.reshape(6), weighted_nll, (1.0,), **run)[0]
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(embedding))
-    near(value, 9.23790926)
-    near(gradient, expected)
+    assert_near(value, 9.23790926)
+    assert_near(gradient, expected)
 
 
 @every
@@ -319,9 +315,9 @@ def test_82_odd_sizes_count_every_token_and_column_once(x64, implementation):
 
         inputs = (hidden, lm_head, np.zeros(v), targets, weights)
         value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*inputs)
-        near(value, -(weights * np.log(p[np.arange(n), targets])).sum())
+        assert_near(value, -(weights * np.log(p[np.arange(n), targets])).sum())
         for gradient, expected in zip(gradients, (d_z @ lm_head, d_z.T @ hidden, d_z.sum(0)), strict=True):
-            near(gradient, expected)
+            assert_near(gradient, expected)
 
 
 @every
@@ -346,7 +342,7 @@ def test_18_a_block_that_is_all_minus_inf(x64, implementation, place):
     inside = ~np.isin(targets, place)
     z = 3 * np.tanh(hidden @ lm_head.T / 3) + bias
     expected = np.take_along_axis(z, targets[..., None], 2)[..., 0] - np.log(np.exp(z).sum(2))
-    near(np.asarray(logprobs)[inside], expected[inside])
+    assert_near(np.asarray(logprobs)[inside], expected[inside])
 
 
 @every
