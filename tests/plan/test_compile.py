@@ -102,7 +102,10 @@ def test_hidden_states_of_one_number_compile():
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="the compiler: pip install '.[tpu]'")
 @pytest.mark.parametrize("wrt", [(0, 1), 0], ids=["trained", "frozen"])
 def test_temporaries_are_the_float32_sums_and_one_copy_of_the_hidden_states(wrt):
-    """Not so where XLA gives the gathers of rows to the SparseCores, as the libtpu of jax 0.12 would: twice as much."""
+    """Of a trained head not so where XLA gives the gathers of rows to the SparseCores, as with jax 0.12: twice as much.
+
+    A frozen head has no such sums, and stays below the bound either way.
+    """
     tokens, d, vocab = 8192, 1536, 2048
 
     def loss(hidden, lm_head, targets, mask, advantages):
