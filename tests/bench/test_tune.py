@@ -56,6 +56,15 @@ def test_the_fastest_that_compiles_becomes_a_row_and_other_rows_stay(kernel, tmp
     assert set(planned) == {("v6e", (8192, 1536), (151_936, 1536))}
 
 
+def test_of_sizes_within_a_hundredth_the_smallest_wins(tmp_path, planned):
+    """Which compiles minutes sooner."""
+    table, extra = tmp_path / "table.json", ((1600, 512), (1616, 256), (1632, 256))
+    config = TuneConfig(heads=("gpt2",), kernels=("forward",), candidates=1, extra=extra, out=str(table))
+    assert run_tune(config) == 0
+    row = json.loads(table.read_text())[0]
+    assert (row["block_n"], row["block_v"], row["schedule_ms"]) == (1616, 256, 1616.0)
+
+
 def test_where_two_kernels_take_the_place_of_one_there_is_no_row(tmp_path, planned, capsys):
     """Blocks of a v4 that could do a frozen head in one sweep would be slower than two kernels."""
     out = tmp_path / "table.json"
