@@ -16,7 +16,7 @@ from logitless.heads import HEADS
 from logitless.ops import pallas_tpu, pallas_tpu_blocks
 from logitless.ops.choice import auto_token_stats
 from logitless.ops.pallas_tpu_blocks import USABLE, backward_kernels, blocks_of, chosen_blocks, fits, read_table
-from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, seconds_of, vmem_of
+from logitless.ops.pallas_tpu_vmem import TPU_CHIPS, HeadProblem, chip_of, leaves_in_pieces, seconds_of, vmem_of
 from logitless.ops.types import HeadOptions, LogitScalars
 from logitless.plan import CHIPS
 from problems import in_layout, peaked
@@ -257,12 +257,13 @@ def test_a_row_of_the_table_comes_before_the_model(tmp_path, monkeypatch):
         read_table.cache_clear()
 
 
-def test_the_rows_that_ship_are_of_known_chips_and_heads_and_fit():
-    known = {(head.hidden_size, head.vocab_size) for head in HEADS.values()}
+def test_the_rows_that_ship_are_of_known_chips_and_heads_and_fit_in_the_layout_of_their_head():
+    layouts = {(head.hidden_size, head.vocab_size): "VD" if head.tied else "DV" for head in HEADS.values()}
     for row in read_table():
-        assert row["chip"] in KINDS and row["kernel"] in KERNELS and (row["hidden_size"], row["vocab_size"]) in known
-        dtype = jnp.dtype(row["dtype"])
-        problem = HeadProblem(8192, row["hidden_size"], row["vocab_size"], dtype, dtype)
+        assert row["chip"] in KINDS and row["kernel"] in KERNELS
+        dtype, sizes = jnp.dtype(row["dtype"]), (row["hidden_size"], row["vocab_size"])
+        in_pieces = leaves_in_pieces(sizes[1], layouts[sizes])
+        problem = HeadProblem(8192, *sizes, dtype, dtype, in_pieces=in_pieces)
         assert fits(row["kernel"], problem, chip_of(KINDS[row["chip"]]), row["block_n"], row["block_v"])
         assert row["by"] in ("plan", "timing") and "jax" in row["versions"]
 
@@ -287,3 +288,9 @@ def test_the_gradients_of_two_kernels_are_those_of_one(layout, monkeypatch):
     assert races is not None and not races.races_found
     for x, y in zip(one, two, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_every_known_head_has_a_row_for_both_kernels_on_a_v6e():
+    rows = {(row["kernel"], row["hidden_size"]) for row in read_table() if row["chip"] == "v6e"}
+    missing = {(kernel, head.hidden_size) for head in HEADS.values() for kernel in ("forward", "backward")} - rows
+    assert not missing
