@@ -108,6 +108,7 @@ def two_cores(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "blocks_of", of_two)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("size", "layout", "dma"),
     [
