@@ -5,7 +5,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight virtual devices share few cores. One that waits for the others 40 s on a busy machine must not end the process,
 # and each may be in a callback of a simulated kernel while one more thread copies its array.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
+os.environ["XLA_FLAGS"] = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("PJRT_NPROC", "32")
 
 import jax

@@ -12,6 +12,7 @@ from logitless.ops.types import OUTPUT_NAMES, Layout
 from problems import HERE, LOGITS_HERE, SIZES, assert_in_budget, in_layout, peaked
 
 pytestmark = pytest.mark.rounding
+
 OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},

@@ -290,7 +290,7 @@ def test_the_gradients_of_two_kernels_are_those_of_one(layout, monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_every_known_head_has_a_row_for_both_kernels_on_a_v6e():
+def test_the_hidden_size_of_every_known_head_has_rows_of_both_kernels_on_a_v6e():
     rows = {(row["kernel"], row["hidden_size"]) for row in read_table() if row["chip"] == "v6e"}
     missing = {(kernel, head.hidden_size) for head in HEADS.values() for kernel in ("forward", "backward")} - rows
     assert not missing

@@ -13,6 +13,7 @@ from problems import SIZES, TOKEN_LOSS_HERE, Problem, assert_in_budget, assert_n
 from token_loss_oracle import LOSSES, Outcome, TokenLoss, by_hand, plain, softmax, weighted_nll
 
 pytestmark = pytest.mark.rounding
+
 every = pytest.mark.parametrize("implementation", TOKEN_LOSS_HERE)
 blocked = pytest.mark.parametrize("implementation", [x for x in TOKEN_LOSS_HERE if x != "reference"])
 

@@ -1,7 +1,6 @@
 """Runs `logitless bench tune`: the fastest of the few block sizes that fit, for the table that the TPU kernels read."""
 
 import json
-import math
 import statistics
 import sys
 import time
@@ -20,7 +19,15 @@ from logitless.bench.errors import BenchError
 from logitless.heads import HEADS, Head
 from logitless.ops.derivatives import Differentiated, HeadInputs, HeadResiduals
 from logitless.ops.pallas_tpu import gradients_by, linear_token_stats_pallas_tpu
-from logitless.ops.pallas_tpu_blocks import TABLE, WORTH, Blocks, fits, ranked_blocks, share_with_targets, takes_sweep
+from logitless.ops.pallas_tpu_blocks import (
+    TABLE,
+    Blocks,
+    fastest_first,
+    fits,
+    ranked_blocks,
+    share_with_targets,
+    takes_sweep,
+)
 from logitless.ops.pallas_tpu_vmem import HeadProblem, chip_of, leaves_in_pieces
 from logitless.ops.softmax import Normaliser
 from logitless.ops.types import HeadOptions, Layout, LogitScalars, TokenStats
@@ -122,12 +129,6 @@ def _problem(config: TuneConfig, chip: Chip, head: Head) -> tuple[HeadProblem, H
     return problem, options
 
 
-def _best(times_ms: dict[tuple[int, int], float]) -> tuple[int, int]:
-    """The smallest sizes that are within 1 % of the fastest: larger ones take minutes more to compile."""
-    good_enough = WORTH * min(times_ms.values())
-    return min((sizes for sizes, ms in times_ms.items() if ms <= good_enough), key=math.prod)
-
-
 def _has_kernel(kernel: Kernel, problem: HeadProblem, options: HeadOptions) -> bool:
     """False where a frozen head takes two other kernels."""
     hidden, lm_head, *_ = _arguments(problem, options.layout)
@@ -150,7 +151,9 @@ def _row(config: TuneConfig, chip: Chip, head: Head, kernel: Kernel, timed: bool
     said += "".join(f"; {n} x {v} does not fit" for n, v in config.extra if (n, v) not in fitting)
     if not times:
         return None, f"none of {len(blocks)} compiled"
-    best = _best({sizes: found["time_ms"] for sizes, found in times.items()})
+    sizes_of = {(x.block_n, x.block_v): x for x in blocks}
+    winner = fastest_first({sizes_of[sizes]: found["time_ms"] for sizes, found in times.items()})[0]
+    best = winner.block_n, winner.block_v
     row = {"chip": chip.name, "kernel": kernel, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
     row |= {"dtype": config.dtype, "block_n": best[0], "block_v": best[1]} | times[best]
     return row | {"tokens": config.tokens, "tried": len(times), "by": "timing" if timed else "plan"}, said
