@@ -207,9 +207,9 @@ example:
     "bench tune": _Job(
         "which block sizes are fastest?",
         """\
-Tries the few block sizes that fit for each chip, head and TPU kernel, and writes the fastest into a table that the
-kernels read. On a TPU it times them; elsewhere it ranks them by the compiler's schedule, as plan does. What was
-compiled once is not compiled again.
+Tries the few block sizes that fit for each chip, head and TPU kernel, and writes the smallest within 1 % of the fastest
+into a table that the kernels read. On a TPU it times them; elsewhere it ranks them by the compiler's schedule, as plan
+does. What was compiled once is not compiled again.
 
 example:
   logitless bench tune configs/tune_v6e.yaml --out src/logitless/data/block_sizes.json""",

@@ -57,12 +57,12 @@ def test_the_fastest_that_compiles_becomes_a_row_and_other_rows_stay(kernel, tmp
 
 
 def test_of_sizes_within_a_hundredth_the_smallest_wins(tmp_path, planned):
-    """Which compiles minutes sooner."""
-    table, extra = tmp_path / "table.json", ((1600, 512), (1616, 256), (1632, 256))
+    """Which compiles minutes sooner: 1 % is worth that, 2 % are not."""
+    table, extra = tmp_path / "table.json", ((1616, 768), (1632, 512), (1648, 256))
     config = TuneConfig(heads=("gpt2",), kernels=("forward",), candidates=1, extra=extra, out=str(table))
     assert run_tune(config) == 0
     row = json.loads(table.read_text())[0]
-    assert (row["block_n"], row["block_v"], row["schedule_ms"]) == (1616, 256, 1616.0)
+    assert (row["block_n"], row["block_v"], row["schedule_ms"]) == (1632, 512, 1632.0)
 
 
 def test_where_two_kernels_take_the_place_of_one_there_is_no_row(tmp_path, planned, capsys):

@@ -190,13 +190,13 @@ HEADERS = ("chip", "D", "V and layout", "jax", "verdict", "blocks", "VMEM, MiB",
 
 
 def compile_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """The table of every cell that was tried, its caption below; cells with the same blocks share a row."""
+    """The table of every cell that was tried, its caption below; cells with the same blocks and jax share a row."""
     order = sorted(
         records, key=lambda x: (CHIPS.index(x["chip"]), x["hidden_size"], x["vocab_size"], x["layout"], _versions(x))
     )
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for x in order:
-        rows.setdefault((x["chip"], x["hidden_size"], x["verdict"], _blocks(x)), []).append(x)
+        rows.setdefault((x["chip"], x["hidden_size"], x["verdict"], _blocks(x), _versions(x)), []).append(x)
     counts = {word: sum(x["verdict"] == word for x in records) for word in ("compiled", "refused", "failed")}
     about = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
     first = records[0]
@@ -212,7 +212,7 @@ def _versions(record: dict[str, Any]) -> str:
 
 
 def _cells(records: list[dict[str, Any]]) -> tuple[str, ...]:
-    """A row: cells of one chip, D, verdict and blocks."""
+    """A row: cells of one chip, D, verdict, blocks and jax."""
     x = records[-1]
     kernels, done = x["kernels"], x["verdict"] == "compiled"
     layouts: dict[int, list[str]] = {}
@@ -222,7 +222,7 @@ def _cells(records: list[dict[str, Any]]) -> tuple[str, ...]:
         x["chip"],
         str(x["hidden_size"]),
         ", ".join(f"{v} {' '.join(dict.fromkeys(found))}" for v, found in layouts.items()),
-        ", ".join(dict.fromkeys(map(_versions, records))),
+        _versions(x),
         x["verdict"] if done else f"{x['verdict']}: {x['reason']}",
         _blocks(x),
         ", ".join(f"{k['name']} {k['vmem_bytes'] / MIB:.0f}" for k in kernels),

@@ -1,4 +1,4 @@
-"""Runs `logitless bench tune`: the fastest of the few block sizes that fit, for the table that the TPU kernels read."""
+"""Runs `logitless bench tune`: the best of the few block sizes that fit, for the table that the TPU kernels read."""
 
 import json
 import statistics
